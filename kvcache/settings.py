@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting has one home, a default, a unit and a sentence: here.
+
+One file drives the command line, the Ray Data jobs and the Serve application. Values come, strongest first, from
+keyword arguments, from the environment (`CACHEMEND_STORE__DTYPE=float16`), and from the YAML file named by
+`CACHEMEND_CONFIG` (or `cachemend.yaml` in the working directory when that exists).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+CONFIG_ENV = "CACHEMEND_CONFIG"
+DEFAULT_CONFIG = "cachemend.yaml"
+
+MiB = 2**20
+GiB = 2**30
+
+DType = Literal["float16", "bfloat16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, and closed to names it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSettings(Section):
+    """The frozen LLM that answers; everything cached belongs to exactly one target."""
+
+    model: str = "smollm2-135m-instruct"
+    """A name `cachemend models fetch` knows, a directory, or a hub id."""
+    revision: str | None = None
+    """Hub revision (commit hash) to pin; None takes the default branch."""
+    dtype: Literal["auto"] | DType = "auto"
+    """Compute dtype; auto is float32 on CPU and the checkpoint's own dtype on GPU."""
+    device: Device = "auto"
+    """Where the target's own passes (precompute, misses) run; auto takes a GPU when there is one."""
+    threads: NonNegativeInt = 0
+    """Intra-op CPU threads of each process that holds the target; 0 means all cores."""
+
+
+class EmbeddingSettings(Section):
+    """The sentence-transformers model that embeds chunks and questions."""
+
+    model: str = "all-minilm-l6-v2"
+    """A name `cachemend models fetch` knows, a directory, or a hub id."""
+    device: Device = "auto"
+    """Where embeddings are computed."""
+    batch_size: PositiveInt = 64
+    """Texts per forward pass."""
+
+
+class ChunkingSettings(Section):
+    """How documents become chunks, counted in target-tokenizer tokens."""
+
+    max_tokens: PositiveInt = 256
+    """Longest chunk, in tokens, title included."""
+    overlap_tokens: NonNegativeInt = 32
+    """Tokens that a chunk repeats from the end of the one before it in the same document."""
+
+
+class StoreSettings(Section):
+    """The object store of chunk caches."""
+
+    uri: str | None = None
+    """Any location `pyarrow.fs` opens (path, s3://, gs://, hdfs://); None is `<root>/chunk-cache`."""
+    dtype: Literal["auto"] | DType = "auto"
+    """Dtype of stored keys and values; auto is the target's compute dtype (exact, and the largest)."""
+    attempts: PositiveInt = 5
+    """Tries of one object operation before it counts as failed (503, SlowDown, time-outs)."""
+    retry_base_s: PositiveFloat = 0.1
+    """First pause between tries, in seconds; it doubles, with jitter."""
+    read_parallelism: PositiveInt = 8
+    """Objects read at the same time by one process."""
+    deadline_s: PositiveFloat = 5.0
+    """Seconds a request waits for its chunks; past it the request falls back to full prefill."""
+
+
+class HostTierSettings(Section):
+    """The bounded host-memory tier in front of the object store, one per repair actor."""
+
+    bytes: NonNegativeInt = 1 * GiB
+    """Most bytes of chunk KV held, pinned ones included."""
+
+
+class HandoffSettings(Section):
+    """How a repaired prefix travels from the repair actor to the engine."""
+
+    transport: Literal["auto", "shared_memory", "ray"] = "auto"
+    """shared_memory on one node; ray (object transport) across nodes; auto looks at the cluster."""
+    arena_bytes: PositiveInt = 512 * MiB
+    """Shared memory each maker holds for hand-offs in flight."""
+    lease_s: PositiveFloat = 60.0
+    """Seconds after which a hand-off that nobody loaded is taken back."""
+    wait_s: PositiveFloat = 10.0
+    """Seconds a request waits for free arena memory; past it the request falls back to full prefill."""
+
+
+class RetrievalSettings(Section):
+    """The FAISS index and how queries use it."""
+
+    index: Literal["flat", "ivf", "hnsw"] = "flat"
+    """Kind of FAISS index built by `cachemend ingest`."""
+    ivf_nlist: PositiveInt = 256
+    """Inverted lists of an ivf index (fewer when the corpus is small)."""
+    ivf_nprobe: PositiveInt = 16
+    """Inverted lists visited per query."""
+    hnsw_m: PositiveInt = 32
+    """Links per node of an hnsw index."""
+    hnsw_ef_search: PositiveInt = 64
+    """Candidate list length of an hnsw search."""
+    hybrid: bool = False
+    """Fuse dense results with BM25 by reciprocal rank."""
+    rrf_k: PositiveInt = 60
+    """Constant of reciprocal-rank fusion, 1 / (k + rank)."""
+    max_per_document: NonNegativeInt = 0
+    """Most chunks of one document in a result; 0 means no limit."""
+    top_k: PositiveInt = 5
+    """Chunks retrieved when the request does not say."""
+    max_top_k: PositiveInt = 64
+    """Largest top_k a request may ask for."""
+
+
+class EngineSettings(Section):
+    """The vLLM engine."""
+
+    max_model_len: PositiveInt = 4096
+    """Longest prompt plus answer, in tokens."""
+    max_num_seqs: PositiveInt = 16
+    """Sequences decoded in one batch."""
+    kv_cache_bytes: PositiveInt = 1 * GiB
+    """Memory of vLLM's paged KV cache on CPU; on GPU vLLM sizes it by gpu_memory_utilization."""
+    block_size: PositiveInt | None = None
+    """Tokens per KV block; None takes the backend's default (128 on CPU, 16 on GPU)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of GPU memory vLLM may use."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine."""
+    threads: NonNegativeInt = 0
+    """OpenMP threads of the CPU worker; 0 means all cores."""
+    enforce_eager: bool = True
+    """Skip graph capture and compilation: faster start, slower decoding on GPU."""
+    startup_proof: bool = True
+    """Prove at start that reuse is right for this target, and refuse to serve when it is not."""
+
+
+class RepairSettings(Section):
+    """Which repair methods the service offers."""
+
+    methods: tuple[str, ...] = ("full", "stale")
+    """Registry names offered by the service, see `repair.available()`."""
+    default: str = "stale"
+    """Method of requests that do not name one."""
+
+
+class PromptSettings(Section):
+    """The prompt around the chunks."""
+
+    system: str = "You are a helpful assistant. Answer the question from the given passages."
+    """System prompt; with the chat template's opening it forms the header chunk."""
+    instruction: str = "Answer with a few words only, without explanation."
+    """Sentence put before the question."""
+    answer_cue: str = "Answer:"
+    """Text that opens the assistant's turn; empty for none."""
+
+
+class ApiSettings(Section):
+    """Bounds on what a client may send."""
+
+    corpus: str = "default"
+    """Corpus of requests that do not name one."""
+    max_body_bytes: PositiveInt = 1 * MiB
+    """Largest request body."""
+    max_question_chars: PositiveInt = 32_768
+    """Longest question, in characters."""
+    default_max_tokens: PositiveInt = 64
+    """Answer length when the request does not say, in tokens."""
+
+
+class ServeSettings(Section):
+    """The Ray Serve application."""
+
+    host: str = "127.0.0.1"
+    """Address the HTTP proxy binds."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port the HTTP proxy binds."""
+    ingress_replicas: PositiveInt = 1
+    retriever_replicas: PositiveInt = 1
+    repairer_replicas: PositiveInt = 1
+    engine_replicas: PositiveInt = 1
+    max_ongoing_requests: PositiveInt = 64
+    """Requests one replica of each deployment works on at a time."""
+    max_queued_requests: int = 256
+    """Requests the ingress queues before it answers 429."""
+    shutdown_timeout_s: PositiveFloat = 30.0
+    """Seconds a stopping replica has to finish its streams."""
+
+
+class PipelineSettings(Section):
+    """The Ray Data jobs."""
+
+    actors: PositiveInt = 1
+    """Actors of a job's model stage (one target LLM or embedding model each)."""
+    batch_tokens: PositiveInt = 1024
+    """Padded tokens per prefill batch of the precompute job."""
+
+
+class Settings(BaseSettings):
+    """All of CacheMend's settings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="CACHEMEND_", env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+    )
+
+    root: str = "data"
+    """Where corpora, indexes and (by default) chunk caches live: any location `pyarrow.fs` opens."""
+    models_dir: str = "models"
+    """Local directory of fetched models."""
+    target: TargetSettings = TargetSettings()
+    embedding: EmbeddingSettings = EmbeddingSettings()
+    chunking: ChunkingSettings = ChunkingSettings()
+    store: StoreSettings = StoreSettings()
+    host_tier: HostTierSettings = HostTierSettings()
+    handoff: HandoffSettings = HandoffSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    repair: RepairSettings = RepairSettings()
+    engine: EngineSettings = EngineSettings()
+    prompt: PromptSettings = PromptSettings()
+    api: ApiSettings = ApiSettings()
+    serve: ServeSettings = ServeSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+
+    @field_validator("models_dir")
+    @classmethod
+    def _expand(cls, value: str) -> str:
+        return str(Path(value).expanduser())
+
+    @property
+    def store_uri(self) -> str:
+        """Location of the chunk-cache store."""
+        return self.store.uri or f"{self.root.rstrip('/')}/chunk-cache"
+
+    @property
+    def corpora_uri(self) -> str:
+        """Location of the corpora, a folder each."""
+        return f"{self.root.rstrip('/')}/corpora"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = os.environ.get(CONFIG_ENV)
+        if path and not Path(path).is_file():
+            raise SettingsError(f"{CONFIG_ENV} names {path}, which is not a file")
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=path or DEFAULT_CONFIG)
+
+
+class SettingsError(ValueError):
+    """The settings cannot be used; the message says which key, why, and what was meant."""
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Read the settings; `overrides` (nested dicts) win over environment and file.
+
+    Raises:
+        SettingsError: a key is unknown (the nearest valid one is named) or a value is out of range.
+    """
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"setting {key}: {error['msg']} (got {error['input']!r})"
+    model: Any = Settings
+    for part in error["loc"][:-1]:
+        model = model.model_fields[part].annotation
+    name, known = str(error["loc"][-1]), list(model.model_fields)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"setting {key}: no such setting; the nearest is {nearest[0]!r} (all: {', '.join(known)})"
