@@ -45,8 +45,9 @@ class Geometry:
                 f"model_type {config.model_type!r} is not supported (supported: {', '.join(SUPPORTED_MODEL_TYPES)})"
             )
         layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-        window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
-        if layer_types != {"full_attention"} or (config.model_type == "mistral" and window is not None):
+        # Mistral has no per-layer types: its one window counts for every layer.
+        window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+        if layer_types != {"full_attention"} or window is not None:
             raise UnsupportedTargetError("sliding-window attention is not supported: every layer must be full attention")
         return cls(
             n_layers=config.num_hidden_layers,
@@ -130,8 +131,12 @@ class Rotary:
             out = torch.empty_like(k)
         half = k.shape[-1] // 2
         low, high = k[..., :half].float(), k[..., half:].float()
-        out[..., :half] = torch.addcmul(low * cos_T1h, high, sin_T1h, value=-1.0)
-        out[..., half:] = torch.addcmul(high * cos_T1h, low, sin_T1h)
+        if out.dtype == torch.float32:  # two passes straight into the destination, no temporaries
+            torch.mul(low, cos_T1h, out=out[..., :half]).addcmul_(high, sin_T1h, value=-1.0)
+            torch.mul(high, cos_T1h, out=out[..., half:]).addcmul_(low, sin_T1h)
+        else:
+            out[..., :half] = torch.addcmul(low * cos_T1h, high, sin_T1h, value=-1.0)
+            out[..., half:] = torch.addcmul(high * cos_T1h, low, sin_T1h)
         return out
 
 
