@@ -120,6 +120,8 @@ class RetrievalSettings(Section):
     """Links per node of an hnsw index."""
     hnsw_ef_search: PositiveInt = 64
     """Candidate list length of an hnsw search."""
+    threads: NonNegativeInt = 1
+    """OpenMP threads of an index build or search; 0 means all cores."""
     hybrid: bool = False
     """Fuse dense results with BM25 by reciprocal rank."""
     rrf_k: PositiveInt = 60
