@@ -48,7 +48,9 @@ class Geometry:
         # Mistral has no per-layer types: its one window counts for every layer.
         window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
         if layer_types != {"full_attention"} or window is not None:
-            raise UnsupportedTargetError("sliding-window attention is not supported: every layer must be full attention")
+            raise UnsupportedTargetError(
+                "sliding-window attention is not supported: every layer must be full attention"
+            )
         return cls(
             n_layers=config.num_hidden_layers,
             n_kv_heads=config.num_key_value_heads,

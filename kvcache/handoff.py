@@ -136,11 +136,13 @@ class HandoffReader:
     Args:
         fingerprint: of the engine's target.
         geometry: its shapes.
+        dtype: of its paged cache.
     """
 
-    def __init__(self, fingerprint: str, geometry: Geometry) -> None:
+    def __init__(self, fingerprint: str, geometry: Geometry, dtype: torch.dtype) -> None:
         self._fingerprint = fingerprint
         self._geometry = geometry
+        self._dtype = dtype
         self._reader = ArenaReader()
 
     def identify(self, ticket: Any) -> HandoffIdentity:
@@ -152,17 +154,18 @@ class HandoffReader:
         try:
             identity = HandoffIdentity(**{**ticket["identity"], "shape": tuple(ticket["identity"]["shape"])})
             address = ArenaAddress(**ticket["address"])
-            dtype = getattr(torch, identity.dtype)
             kind = ticket["kind"]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError) as error:
             raise HandoffError(f"malformed hand-off ticket ({error!r})") from None
-        if kind != "shared_memory" or not isinstance(dtype, torch.dtype):
-            raise HandoffError(f"a worker cannot load a {kind!r} hand-off of {identity.dtype}")
+        if kind != "shared_memory":
+            raise HandoffError(f"a worker cannot load a {kind!r} hand-off")
+        if f"torch.{identity.dtype}" != str(self._dtype):
+            raise HandoffError(f"hand-off of {identity.dtype}, engine of {self._dtype}")
         if identity.fingerprint != self._fingerprint:
             raise HandoffError(f"hand-off of target {identity.fingerprint[:12]}, engine of {self._fingerprint[:12]}")
         if identity.rows < 0 or identity.shape != self._geometry.kv_shape(identity.rows):
             raise HandoffError(f"hand-off shape {identity.shape}, want {self._geometry.kv_shape(identity.rows)}")
-        if address.nbytes != self._geometry.kv_bytes(identity.rows, dtype):
+        if address.nbytes != self._geometry.kv_bytes(identity.rows, self._dtype):
             raise HandoffError(f"hand-off of {address.nbytes} bytes for {identity.rows} rows of {identity.dtype}")
         return identity
 
@@ -174,7 +177,7 @@ class HandoffReader:
         """
         identity = self.identify(ticket)
         memory = self._reader.open(ArenaAddress(**ticket["address"]))
-        k, v = torch.frombuffer(memory, dtype=getattr(torch, identity.dtype)).view(2, *identity.shape)
+        k, v = torch.frombuffer(memory, dtype=self._dtype).view(2, *identity.shape)
         return k, v
 
     def confirm(self, ticket: dict[str, Any]) -> None:

@@ -205,6 +205,8 @@ class ServeSettings(Section):
     """Requests one replica of each deployment works on at a time."""
     max_queued_requests: int = 256
     """Requests the ingress queues before it answers 429."""
+    first_token_timeout_s: PositiveFloat = 120.0
+    """Seconds until a request's first token; past it its work is stopped and the client gets 503."""
     shutdown_timeout_s: PositiveFloat = 30.0
     """Seconds a stopping replica has to finish its streams."""
 
@@ -222,7 +224,11 @@ class Settings(BaseSettings):
     """All of CacheMend's settings."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CACHEMEND_", env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+        env_prefix="CACHEMEND_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
     )
 
     root: str = "data"
@@ -251,12 +257,12 @@ class Settings(BaseSettings):
     @property
     def store_uri(self) -> str:
         """Location of the chunk-cache store."""
-        return self.store.uri or f"{self.root.rstrip('/')}/chunk-cache"
+        return self.store.uri or _below(self.root, "chunk-cache")
 
     @property
     def corpora_uri(self) -> str:
         """Location of the corpora, a folder each."""
-        return f"{self.root.rstrip('/')}/corpora"
+        return _below(self.root, "corpora")
 
     @classmethod
     def settings_customise_sources(
@@ -271,6 +277,12 @@ class Settings(BaseSettings):
         if path and not Path(path).is_file():
             raise SettingsError(f"{CONFIG_ENV} names {path}, which is not a file")
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=path or DEFAULT_CONFIG)
+
+
+def _below(location: str, folder: str) -> str:
+    # The query of a URI carries the file system's options (s3://bucket/prefix?region=...): it stays at the end.
+    path, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    return f"{path.rstrip('/')}/{folder}{mark}{query}"
 
 
 class SettingsError(ValueError):

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's async engine with our KV connector; used by the service and by batch jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.types import GenerateDelta, GenerateRequest
+from kvcache.arena import Arena, ArenaFullError, LeaseError
+from kvcache.geometry import Geometry
+from kvcache.handoff import SharedMemoryTransport, localise, release
+from kvcache.settings import Settings
+from kvcache.target import load_config, target_device, target_directory, target_dtype, target_fingerprint
+
+
+class EngineDeadError(RuntimeError):
+    """vLLM's engine process has ended; the replica must be replaced."""
+
+
+class Engine:
+    """One vLLM engine. Start it on the event loop that will use it.
+
+    Args:
+        settings: `engine`, `target` and `handoff` count here.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._llm: AsyncLLM | None = None
+        # Hand-offs that came from another node wait here; nothing is touched until one does.
+        self._inbox = SharedMemoryTransport(Arena(settings.handoff.arena_bytes, settings.handoff.lease_s))
+
+    async def start(self) -> None:
+        """Load the model and start vLLM's processes (about a minute on CPU)."""
+        _set_environment(self._settings)
+        self._llm = AsyncLLM.from_engine_args(_engine_args(self._settings))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Answer a request, piece by piece. Closing the iterator aborts it; its hand-off ends on every path.
+
+        Raises:
+            ValueError: sampling parameters or prompt that vLLM refuses.
+            EngineDeadError: the engine is gone.
+        """
+        assert self._llm is not None, "start the engine first"
+        ticket, miss = request.handoff, None
+        try:
+            if ticket is not None:
+                try:
+                    ticket = await localise(ticket, self._inbox)
+                except (LeaseError, ArenaFullError) as error:
+                    ticket, miss = None, type(error).__name__
+            params = _sampling(request.sampling, ticket)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            begin, first = time.perf_counter(), True
+            async for output in self._llm.generate(prompt, params, request.request_id):
+                stages = {"first_token": time.perf_counter() - begin} if first else {}
+                yield self._delta(output, stages, miss)
+                first = False
+        except Exception as error:
+            if self._llm.errored:
+                raise EngineDeadError(f"the vLLM engine has ended: {self._llm.dead_error}") from error
+            raise
+        finally:
+            release(ticket)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError when vLLM's processes are gone."""
+        if self._llm is None or self._llm.errored:
+            raise EngineDeadError("the vLLM engine is not running")
+
+    def shutdown(self) -> None:
+        """End vLLM's processes."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+    def _delta(self, output: RequestOutput, stages: dict[str, float], miss: str | None) -> GenerateDelta:
+        (completion,) = output.outputs
+        report = output.kv_transfer_params or {}
+        miss = miss or report.get("handoff_miss")
+        if "inject_s" in report:
+            stages["inject"] = report["inject_s"]
+        if output.metrics is not None and "first_token" in stages:
+            stages["queue"] = max(0.0, output.metrics.scheduled_ts - output.metrics.queued_ts)
+        return GenerateDelta(
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            finish_reason=completion.finish_reason,
+            cached_tokens=0 if miss else output.num_cached_tokens or 0,
+            logprobs=_logprobs(completion.logprobs, completion.token_ids) if completion.logprobs else None,
+            stages=stages,
+            handoff_miss=miss,
+        )
+
+
+def _set_environment(settings: Settings) -> None:
+    # vLLM reads these where it starts its processes. Two thread pools on the same cores slow each other down.
+    threads = settings.engine.threads or len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def _engine_args(settings: Settings) -> AsyncEngineArgs:
+    engine = settings.engine
+    on_cpu = target_device(settings.target).type == "cpu"
+    extra = {
+        "fingerprint": target_fingerprint(settings),
+        "geometry": asdict(Geometry.of(load_config(settings))),
+    }
+    return AsyncEngineArgs(
+        model=target_directory(settings),
+        dtype=str(target_dtype(settings)).removeprefix("torch."),
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        block_size=engine.block_size,
+        kv_cache_memory_bytes=engine.kv_cache_bytes if on_cpu else None,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        # Repaired KV is approximate: it must never answer for the same tokens in another request.
+        enable_prefix_caching=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="CacheMendConnector",
+            kv_connector_module_path="engine.connector",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        ),
+    )
+
+
+def _sampling(fields: dict[str, Any], ticket: dict[str, Any] | None) -> SamplingParams:
+    extra = {"kv_transfer_params": ticket} if ticket is not None else None
+    return SamplingParams(**fields, extra_args=extra, output_kind=RequestOutputKind.DELTA)
+
+
+def _logprobs(steps: list[dict[int, Any]], token_ids: list[int]) -> list[dict[str, Any]]:
+    result = []
+    for token_id, step in zip(token_ids, steps, strict=True):
+        entries = {key: _entry(value) for key, value in step.items()}
+        top = [entries[key] for key in sorted(step, key=lambda key: step[key].rank)]
+        result.append({**entries[token_id], "top_logprobs": top})
+    return result
+
+
+def _entry(value: Any) -> dict[str, Any]:
+    token = value.decoded_token or ""
+    return {"token": token, "logprob": value.logprob, "bytes": list(token.encode())}

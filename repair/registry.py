@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every repair method, by name. A method joins the service, batch QA and evaluation by being here."""
+
+from __future__ import annotations
+
+from kvcache.settings import Settings
+from kvcache.target import TargetLLM
+from repair.base import Repairer
+from repair.full import FullPrefill
+from repair.stale import StaleKV
+
+REPAIRERS: dict[str, type[Repairer]] = {cls.name: cls for cls in (FullPrefill, StaleKV)}
+
+
+class UnknownMethodError(ValueError):
+    """A method that is not offered; the text names those that are."""
+
+
+def available() -> list[str]:
+    """Names of all methods."""
+    return sorted(REPAIRERS)
+
+
+def create(name: str, target: TargetLLM, settings: Settings) -> Repairer:
+    """Make a repairer.
+
+    Raises:
+        UnknownMethodError: no such method.
+    """
+    if name not in REPAIRERS:
+        raise UnknownMethodError(f"unknown method {name!r}; available: {', '.join(available())}")
+    return REPAIRERS[name](target, settings)
