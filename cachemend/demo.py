@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole chain on the example corpus: models, ingest, precompute, service, questions, table."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cachemend import report, ui
+from cachemend.client import Answer, Client
+from cachemend.service import running_service
+from kvcache import fetch
+from kvcache.settings import Settings
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "corpus"
+CORPUS = "demo"
+TOP_K = 5
+MAX_TOKENS = 24
+APPLICATION = "serve_app:app"
+OBJECT_STORE_BYTES = 500_000_000
+
+
+class ExamplesMissingError(FileNotFoundError):
+    """The example corpus is not where the repository has it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line of questions.jsonl."""
+
+    id: str
+    question: str
+    answers: list[str]
+    passage_ids: list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question answered with one method."""
+
+    method: str
+    question: Question
+    answer: Answer
+
+
+def run(settings: Settings, limit: int | None = None) -> dict[str, Any]:
+    """Run the demo and print its tables; what an earlier run made is used again.
+
+    Args:
+        settings: where everything lies and which methods to show.
+        limit: ask only the first so many questions; None asks all.
+
+    Returns:
+        What `report.as_json` makes of the rows.
+    """
+    questions = read_questions()[:limit]
+    with _terminable():
+        ui.heading("1/4 models")
+        models = fetch.fetch(settings, say=ui.say)
+        ui.heading("2/4 corpus")
+        prepare_corpus(settings)
+        ui.heading("3/4 service")
+        with _service() as client:
+            ui.heading("4/4 questions")
+            rows = ask_all(client, questions, settings.repair.methods)
+            ui.say("stopping the service")
+    report.print_tables(rows)
+    return report.as_json(rows, {model.name: model.origin for model in models})
+
+
+def read_questions() -> list[Question]:
+    """The example questions.
+
+    Raises:
+        ExamplesMissingError: CacheMend was installed without its repository.
+    """
+    path = EXAMPLES / "questions.jsonl"
+    if not path.is_file():
+        raise ExamplesMissingError(f"{path} is missing: the demo runs in a clone of the repository (`make demo`)")
+    return [Question(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prepare_corpus(settings: Settings) -> None:
+    """Ingest the example passages and compute their chunk caches, in a Ray instance that ends with the work."""
+    import ray
+
+    from cachemend.commands import corpus
+
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+    try:
+        corpus.run_ingest([str(EXAMPLES / "passages.jsonl")], CORPUS, settings)
+        corpus.run_precompute(CORPUS, settings)
+    finally:
+        ray.shutdown()
+
+
+def ask_all(client: Client, questions: Sequence[Question], methods: Sequence[str]) -> list[Row]:
+    """Ask every question with every method, one at a time; the methods take turns, so that noise falls on all alike."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    rows = []
+    with Progress(*columns, console=ui.log, transient=True) as progress:
+        task = progress.add_task("warming up", total=len(methods) * (len(questions) + 1))
+        for method in methods:
+            _ask(client, questions[0], method)  # the first request of a method pays for one-time work: not counted
+            progress.advance(task)
+        for question in questions:
+            for method in methods:
+                progress.update(task, description=f"{method}: {question.question[:48]}")
+                rows.append(Row(method, question, _ask(client, question, method)))
+                progress.advance(task)
+    return rows
+
+
+def _ask(client: Client, question: Question, method: str) -> Answer:
+    return client.ask(question.question, method=method, corpus=CORPUS, top_k=TOP_K, max_tokens=MAX_TOKENS)
+
+
+@contextmanager
+def _service() -> Iterator[Client]:
+    with ui.log.status("starting the service") as status:
+
+        def show(waited: float) -> None:
+            status.update(f"starting the repair actor and vLLM: {waited:.0f} s (one to two minutes on two cores)")
+
+        with running_service(APPLICATION, show) as client:
+            status.stop()
+            yield client
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that the service is stopped in either case."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
