@@ -198,9 +198,13 @@ class ServeSettings(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port the HTTP proxy binds."""
     ingress_replicas: PositiveInt = 1
+    """Replicas that take HTTP requests."""
     retriever_replicas: PositiveInt = 1
+    """Replicas that embed questions and search the index."""
     repairer_replicas: PositiveInt = 1
+    """Replicas that fetch and mend chunk caches (a GPU each where there are GPUs)."""
     engine_replicas: PositiveInt = 1
+    """Replicas that run vLLM."""
     max_ongoing_requests: PositiveInt = 64
     """Requests one replica of each deployment works on at a time."""
     max_queued_requests: int = 256

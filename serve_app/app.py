@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Serve application: four deployments, bound.
+
+`serve run serve_app:app` takes the settings file and the environment; `serve run serve_app:build_app
+engine.max_num_seqs=32` (or `args:` in a Serve config) overrides single settings. Where HTTP listens belongs to the
+cluster, not to one application: `http_options` of the Serve config, or `serve_app.app.run`, which takes it from the
+settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
+from ray import serve
+from ray.serve.config import BackpressureConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from kvcache.settings import Settings, load_settings
+from serve_app.engine import EngineDeployment
+from serve_app.errors import RETRY_AFTER_S
+from serve_app.ingress import Ingress
+from serve_app.repairer import RepairerDeployment
+from serve_app.retriever import RetrieverDeployment
+from serve_app.tuning import REPLICA_ENVIRONMENT, tune
+
+APP_NAME = "cachemend"
+SPARE_INGRESS_SLOTS = 64
+"""Requests that an ingress replica accepts beyond its limit, to refuse them itself, and for health checks."""
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: Any) -> Any:
+        """Dotted keys (`engine.max_num_seqs`) become nested ones; settings that do not exist are named."""
+        nested: dict[str, Any] = {}
+        for key, value in dict(data).items():
+            *sections, name = key.split(".")
+            inner = nested
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[name] = value
+        load_settings(**nested)
+        return nested
+
+
+_fields: dict[str, Any] = {name: (field.annotation | None, None) for name, field in Settings.model_fields.items()}
+AppArgs = create_model("AppArgs", __base__=_Args, **_fields)
+"""Any part of the settings; what is left out comes from the environment and the settings file."""
+
+
+def build_app(args: AppArgs) -> serve.Application:  # type: ignore[valid-type]
+    """The application for settings with some of them overridden.
+
+    Raises:
+        SettingsError: a setting that does not exist (names the nearest) or is out of range.
+    """
+    return bind(load_settings(**args.model_dump(exclude_unset=True)))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes behind the handles. Tests and benchmarks put the mocks of `serve_app.mocks` here."""
+
+    retriever: type = RetrieverDeployment
+    repairer: type = RepairerDeployment
+    engine: type = EngineDeployment
+
+
+def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
+    """Bind the four deployments; their names stay the same whatever stands behind them."""
+    parts = parts or Parts()
+    serving = settings.serve
+    repair_gpus, engine_gpus = _gpu_shares(settings)
+
+    def part(cls: type, name: str, replicas: int, gpus: float = 0) -> serve.Application:
+        limits = (serving.max_ongoing_requests, serving.max_queued_requests)
+        return _deployment(cls, name, settings, replicas, limits, gpus).bind(settings)
+
+    retriever = part(parts.retriever, "Retriever", serving.retriever_replicas)
+    repairer = part(parts.repairer, "Repairer", serving.repairer_replicas, repair_gpus)
+    engine = part(parts.engine, "Engine", serving.engine_replicas, engine_gpus)
+    # The ingress refuses by itself, in OpenAI's shape, so Serve must let more through to it than it will take.
+    accepted = serving.max_ongoing_requests + max(serving.max_queued_requests, 0) + SPARE_INGRESS_SLOTS
+    limits = (accepted, serving.max_queued_requests)
+    ingress = _deployment(Ingress, "Ingress", settings, serving.ingress_replicas, limits, 0)
+    return ingress.bind(settings, retriever, repairer, engine)
+
+
+def run(settings: Settings, *, blocking: bool = False, parts: Parts | None = None) -> DeploymentHandle:
+    """Start Serve where the settings say, and the application on it. Joins a running Ray cluster, or starts one."""
+    tune()
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False)
+    serve.start(
+        proxy_location="EveryNode",
+        http_options={"host": settings.serve.host, "port": settings.serve.port},
+        logging_config=LoggingConfig(enable_access_log=False),
+    )
+    return serve.run(bind(settings, parts), blocking=blocking, name=APP_NAME, route_prefix="/")
+
+
+def _deployment(
+    cls: type, name: str, settings: Settings, replicas: int, limits: tuple[int, int], gpus: float
+) -> serve.Deployment:
+    ongoing, queued = limits
+    return serve.deployment(
+        cls,
+        name=name,
+        num_replicas=replicas,
+        max_ongoing_requests=ongoing,
+        max_queued_requests=queued,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
+        graceful_shutdown_timeout_s=settings.serve.shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        # A refusal at start (a foreign store, a target that cannot be reused) does not get better by trying again.
+        max_constructor_retry_count=2,
+        logging_config=LoggingConfig(enable_access_log=False),
+        ray_actor_options={
+            # Replicas share the cores: what they may use of them is set by threads in the settings, not by slots.
+            "num_cpus": 0.1,
+            "num_gpus": gpus,
+            "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
+        },
+    )
+
+
+def _gpu_shares(settings: Settings) -> tuple[float, float]:
+    """GPUs of one repairer and of one engine: whole ones, or halves where there are not enough."""
+    there = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else torch.cuda.device_count()
+    serving, wide = settings.serve, settings.engine.tensor_parallel_size
+    if not there:
+        return 0, 0
+    if there >= serving.repairer_replicas + serving.engine_replicas * wide or wide > 1:
+        return 1, wide
+    return 0.5, 0.5

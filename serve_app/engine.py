@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Engine deployment: prompt and hand-off in, pieces of the answer out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from kvcache.settings import Settings
+from serve_app.errors import bad_request, to_api_error
+from serve_app.messages import GenerateDelta, GenerateRequest
+
+logger = logging.getLogger("ray.serve")
+
+
+class EngineDeployment:
+    """Runs one vLLM engine. A dead engine fails the health check, so that Serve replaces the replica.
+
+    Args:
+        settings: target and engine.
+
+    Raises:
+        UnsupportedTargetError: reuse is wrong for this target; names what and by how much.
+    """
+
+    async def __init__(self, settings: Settings) -> None:
+        # Here, not above: importing vLLM takes seconds and memory, and only this replica needs it.
+        from engine.engine import Engine
+        from engine.proof import prove_engine
+
+        self._engine = Engine(settings)
+        await self._engine.start()
+        if settings.engine.startup_proof:
+            await prove_engine(self._engine, settings)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Answer, piece by piece; a cancelled request is aborted in vLLM and its hand-off ended.
+
+        Raises:
+            ApiError: nothing else, since the caller could only unpickle vLLM's errors by importing vLLM.
+        """
+        try:
+            async with aclosing(self._engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+        except Exception as error:
+            logger.exception("%s: the engine failed", request.request_id)
+            raise to_api_error(error) from None
+
+    async def ready(self) -> None:
+        """Raises ApiError when the engine is gone."""
+        try:
+            self._engine.check_health()
+        except Exception as error:
+            raise to_api_error(error) from None
+
+    async def check_health(self) -> None:
+        """Serve's health check."""
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

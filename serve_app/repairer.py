@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Repairer deployment: ordered chunks in, a repaired prefix handed off."""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+from kvcache.arena import Arena
+from kvcache.handoff import RayTransport, SharedMemoryTransport, Transport
+from kvcache.settings import Settings
+from kvcache.store import ChunkStore
+from kvcache.target import TargetLLM
+from repair.mender import Mender
+from serve_app.messages import MendRequest, MendResult
+
+
+class RepairerDeployment:
+    """Mends prefixes; one target LLM, one host tier and one hand-off arena.
+
+    Args:
+        settings: target, store, host tier, hand-off and methods.
+
+    Raises:
+        StoreMismatchError: the store belongs to another target; names both.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        target = TargetLLM.load(settings=settings)
+        if settings.target.threads:
+            torch.set_num_threads(settings.target.threads)
+        store = ChunkStore(
+            settings.store_uri,
+            fingerprint=target.fingerprint,
+            geometry=target.geometry,
+            dtype=target.dtype if settings.store.dtype == "auto" else getattr(torch, settings.store.dtype),
+            settings=settings.store,
+            model=settings.target.model,
+        )
+        store.check_target()
+        self._mender = Mender(target, store, _transport(settings), settings)
+
+    async def mend(self, request: MendRequest) -> MendResult:
+        """Fetch, repair and hand off a prefix.
+
+        Raises:
+            UnknownMethodError, MethodParamsError: the request cannot be worked on.
+        """
+        return await self._mender.mend(request)
+
+    async def ready(self) -> None:
+        """Return when requests can be worked on."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mender"):
+            self._mender.shutdown()
+
+
+def _transport(settings: Settings) -> Transport:
+    wanted = settings.handoff.transport
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if wanted == "ray" or (wanted == "auto" and nodes > 1):
+        return RayTransport()
+    return SharedMemoryTransport(Arena(settings.handoff.arena_bytes, settings.handoff.lease_s))

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Retriever deployment: questions in, chunks out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+from kvcache.settings import Settings
+from serve_app.messages import RetrieveRequest, RetrieveResult
+
+MAX_BATCH = 32
+"""Questions embedded and searched in one go."""
+
+_Waiting = tuple[RetrieveRequest, asyncio.Future[RetrieveResult]]
+
+
+class RetrieverDeployment:
+    """Searches corpora.
+
+    Questions that arrive while a search is running share the next one. Nobody waits for company, which is why this
+    is not `serve.batch`: that one either waits, or (without a wait) forms batches of one while another is running.
+
+    Args:
+        settings: embedding model, corpora and index.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        # Here, not above: whoever only builds the application needs neither FAISS nor the embedding model's libraries.
+        from retrieval.corpus import list_corpora
+        from retrieval.embedding import Embedder
+        from retrieval.retriever import Retriever
+
+        self._retriever = Retriever(settings, Embedder(settings))
+        self._list = functools.partial(list_corpora, settings.corpora_uri)
+        # One thread: embedding and FAISS use all the cores they may within one call.
+        self._thread = ThreadPoolExecutor(1, "retrieve")
+        self._waiting: list[_Waiting] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def retrieve(self, request: RetrieveRequest) -> RetrieveResult:
+        """Chunks for a question, or the chunks that it names.
+
+        Raises:
+            UnknownCorpusError, UnknownChunkError: the message names what is known.
+        """
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await future
+
+    async def ready(self) -> None:
+        """Return when corpora can be listed. Raises whatever the file system raises."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._list)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_retriever"):
+            self._retriever.close()
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch = [(request, future) for request, future in self._waiting[:MAX_BATCH] if not future.done()]
+            del self._waiting[:MAX_BATCH]
+            results = await loop.run_in_executor(self._thread, self._answer, [request for request, _ in batch])
+            for (_, future), result in zip(batch, results, strict=True):
+                if future.done():
+                    continue
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+    def _answer(self, requests: list[RetrieveRequest]) -> list[RetrieveResult | Exception]:
+        """Results in the order of the requests; searches of one corpus and depth are one call."""
+        groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            alone = index if request.chunk_ids is not None else None
+            groups[request.corpus, request.top_k, alone].append(index)
+        results: dict[int, RetrieveResult | Exception] = {}
+        for indices in groups.values():
+            try:
+                results |= zip(indices, self._search([requests[i] for i in indices]), strict=True)
+            except Exception as error:
+                results |= dict.fromkeys(indices, error)
+        return [results[index] for index in range(len(requests))]
+
+    def _search(self, group: list[RetrieveRequest]) -> list[RetrieveResult]:
+        corpus, top_k, chunk_ids = group[0].corpus, group[0].top_k, group[0].chunk_ids
+        if chunk_ids is not None:
+            began = time.perf_counter()
+            chunks = self._retriever.lookup(corpus, chunk_ids)
+            stages = {"search": time.perf_counter() - began}
+            return [RetrieveResult(chunks, self._retriever.generation(corpus), stages)]
+        found = self._retriever.query(corpus, [request.query for request in group], top_k)
+        return [RetrieveResult(chunks, found.generation, found.stages) for chunks in found.hits]
