@@ -78,7 +78,7 @@ class ObjectStore:
         self._atomic_put = self._fs.type_name in {"s3", "gcs", "abfs"}
         self._retry = Retrying(
             stop=stop_after_attempt(attempts),
-            wait=wait_exponential_jitter(initial=retry_base_s, max=_LONGEST_PAUSE_S, jitter=retry_base_s),
+            wait=wait_exponential_jitter(multiplier=retry_base_s, max=_LONGEST_PAUSE_S, jitter=retry_base_s),
             retry=retry_if_exception(is_transient),
             before_sleep=before_sleep_log(logger, logging.INFO),
             reraise=True,
