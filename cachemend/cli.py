@@ -19,20 +19,20 @@ from cachemend.commands import ask, corpus, demo, models, store
 OWN_PACKAGES = ("cachemend", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
 EPILOG = """
-[bold]From nothing to an answer[/bold]
+[bold]From documents to an answer[/bold]
 
-  cachemend models fetch                                   the two default models, into models/
+  1.  cachemend models fetch
 
-  cachemend ingest docs/ --corpus handbook                 chunks, embeddings, index
+  2.  cachemend ingest docs/ --corpus handbook
 
-  cachemend precompute --corpus handbook                   one KV cache per chunk, into the store
+  3.  cachemend precompute --corpus handbook
 
-  serve run serve_app:app                                  the service, on http://127.0.0.1:8000
+  4.  serve run serve_app:app     (in another terminal)
 
-  cachemend ask "Who signs travel costs?" --corpus handbook
+  5.  cachemend ask "Who signs travel costs?" --corpus handbook
 
-Settings come from cachemend.yaml in the working directory (or --config FILE) and from the environment, for
-example CACHEMEND_STORE__URI=s3://bucket/caches. kvcache/settings.py lists them all, with defaults and units.
+Settings come from cachemend.yaml in the working directory (or --config FILE) and from the environment, for example
+CACHEMEND_STORE__URI=s3://bucket/caches. kvcache/settings.py lists them all, with defaults and units.
 """
 
 

@@ -15,6 +15,10 @@ from kvcache.settings import Settings
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 300.0
+WHOLES = ("retrieve", "mend", "engine")
+"""Stages that the service splits into parts; it lists the parts right after their whole."""
+SUMS = ("ttft", "total")
+"""Stages that run over all others."""
 
 
 class ServiceDownError(ConnectionError):
@@ -51,9 +55,16 @@ class Answer:
         return self.rag.get("citations", [])
 
     def where_time_went(self, least_ms: float = 0.0) -> str:
-        """The stages as one line, those of at least `least_ms`."""
-        parts = (f"{name} {ms:.0f} ms" for name, ms in self.stages_ms.items() if ms >= least_ms)
-        return " · ".join(parts) or "the service did not say"
+        """The stages as one line, `whole 9 ms (part 5, part 3) · ...`; those under `least_ms` are left out."""
+        groups: list[tuple[str, list[str]]] = []
+        for name, ms in self.stages_ms.items():
+            if name in SUMS or ms < least_ms:
+                continue
+            if name in WHOLES or not groups:
+                groups.append((f"{name} {ms:.0f} ms", []))
+            else:
+                groups[-1][1].append(f"{name} {ms:.0f}")
+        return " · ".join(f"{whole} ({', '.join(parts)})" if parts else whole for whole, parts in groups)
 
 
 def default_url(settings: Settings) -> str:
@@ -128,12 +139,16 @@ class Client:
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
-        if not line.startswith("data:") or (data := line.removeprefix("data:").strip()) == "[DONE]":
+        if not line.startswith("data:"):
             continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
         event = json.loads(data)
         if "error" in event:
             raise ServiceError(event["error"].get("message", "the service failed while answering"))
         yield event
+    raise ServiceError("the stream broke off before the answer was whole")
 
 
 def _note(answer: Answer, event: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +21,11 @@ from cachemend.client import Client
 
 READY_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 45.0
+FORCE_TIMEOUT_S = 5.0
 POLL_S = 1.0
-FAILED = ("Deploying app", "DEPLOY_FAILED")
+SERVE = str(Path(sys.executable).with_name("serve"))
+DEPLOY_FAILED = "DEPLOY_FAILED"
+LOG_LINES = 12
 
 
 class ServiceStartError(RuntimeError):
@@ -49,7 +52,7 @@ def running_service(import_path: str, on_wait: Callable[[float], None]) -> Itera
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     log = folder / "service.log"
-    command = [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(folder / "serve.yaml")]
+    command = [SERVE, "run", "--address", "local", str(folder / "serve.yaml")]
     # A session of its own keeps the terminal's Ctrl-C away from it: it ends in order, when this block does.
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -71,29 +74,46 @@ def running_service(import_path: str, on_wait: Callable[[float], None]) -> Itera
 def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> list[str]:
     """End a process by SIGINT and make sure that none of its descendants outlives it.
 
+    Args:
+        process: the root; it must have been started by this process.
+        timeout_s: how long the family may take to end in order, in seconds.
+
     Returns:
-        Names of the descendants that had to be ended by force.
+        Names of the family's members that had to be ended by force.
     """
+    # Listed while the tree is whole: members whose parent ends first are orphans and could not be found any more.
     try:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         family = []
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + timeout_s
-    # Descendants whose parent is gone are still found here: the list was taken while the tree was whole.
-    _, alive = psutil.wait_procs(family, timeout=timeout_s)
-    forced = []
-    for ender in (psutil.Process.terminate, psutil.Process.kill):
+    alive = _wait_gone(family, timeout_s)
+    forced = [name for name in map(_name, alive) if name]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
         for survivor in alive:
-            try:
-                forced.append(survivor.name())
-                ender(survivor)
-            except psutil.NoSuchProcess:
-                continue
-        _, alive = psutil.wait_procs(alive, timeout=5.0)
-    process.wait(timeout=max(5.0, deadline - time.monotonic()))
+            with suppress(psutil.NoSuchProcess):
+                end(survivor)
+        alive = _wait_gone(alive, FORCE_TIMEOUT_S)
+    process.wait(timeout=FORCE_TIMEOUT_S)
     return forced
+
+
+def _wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until the processes have ended; return those that have not."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _name(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
+
+
+def _name(process: psutil.Process) -> str | None:
+    """The name of a process that runs; None for one that has ended, whether or not its parent has noticed."""
+    try:
+        return process.name() if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _wait_until_ready(
@@ -103,16 +123,18 @@ def _wait_until_ready(
     while not client.ready():
         waited = time.monotonic() - started
         lines = log.read_text(errors="replace").splitlines()
-        if (
-            process.poll() is not None
-            or waited > READY_TIMEOUT_S
-            or any(all(f in line for f in FAILED) for line in lines)
-        ):
-            what = "ended at once" if process.poll() is not None else f"was not ready after {waited:.0f} s"
-            tail = "\n".join(f"  {line}" for line in lines[-12:])
-            raise ServiceStartError(f"the service {what}. The last lines of {log}:\n{tail}")
-        on_wait(waited)
-        time.sleep(POLL_S)
+        if process.poll() is not None:
+            what = "ended by itself"
+        elif any(DEPLOY_FAILED in line for line in lines):
+            what = "could not be deployed"
+        elif waited > READY_TIMEOUT_S:
+            what = f"was not ready after {waited:.0f} s"
+        else:
+            on_wait(waited)
+            time.sleep(POLL_S)
+            continue
+        tail = "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+        raise ServiceStartError(f"the service {what}. The last lines of {log}:\n{tail}")
 
 
 def _environment() -> dict[str, str]:

@@ -3,8 +3,9 @@
 
     python examples/build.py SOURCE_FOLDER
 
-SOURCE_FOLDER holds `hotpotqa.jsonl`, `2wikimultihopqa.jsonl`, `musique.jsonl` and `squad_xquad.jsonl`, a line a question:
-`{"id", "question", "answers", "chunks": [{"title", "text", "is_supporting"}]}`. The same input gives the same output.
+SOURCE_FOLDER holds `hotpotqa.jsonl`, `2wikimultihopqa.jsonl`, `musique.jsonl` and `squad_xquad.jsonl`, with a question
+per line: `{"id", "question", "answers", "chunks": [{"title", "text", "is_supporting"}]}`. The same input gives the same
+output.
 """
 
 from __future__ import annotations

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending the service ends its whole family, the stubborn and the orphaned included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cachemend import service
+
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}])
+print("up", flush=True)
+time.sleep(600)
+"""
+SLEEPER = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]; time.sleep(600)"
+)
+
+
+def start(child: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(child=child)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    time.sleep(0.3)  # the child installs its signal handlers
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("child", [SLEEPER, STUBBORN], ids=["orphan", "stubborn"])
+def test_descendants_do_not_outlive_the_service(child: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FORCE_TIMEOUT_S", 1.0)
+    process, children = start(child)
+    assert len(children) == 1
+    forced = service.stop_tree(process, timeout_s=1.0)
+    assert process.poll() is not None
+    assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+    assert len(forced) == 1  # it did not go by itself, and that is told
+
+
+def test_stopping_what_is_gone_is_no_error() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert service.stop_tree(process, timeout_s=1.0) == []
+
+
+def test_a_service_that_dies_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "serve"
+    fake.write_text(f"#!{sys.executable}\nprint('the store belongs to another target')\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(service, "SERVE", str(fake))
+    with (
+        pytest.raises(service.ServiceStartError, match="the store belongs to another target"),
+        service.running_service("serve_app:app", lambda _: None),
+    ):
+        pass
