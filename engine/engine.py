@@ -12,6 +12,7 @@ from typing import Any
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,9 +20,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.types import GenerateDelta, GenerateRequest
 from kvcache.arena import Arena, ArenaFullError, LeaseError
 from kvcache.geometry import Geometry
-from kvcache.handoff import SharedMemoryTransport, localise, release
+from kvcache.handoff import HandoffError, SharedMemoryTransport, localise, release
 from kvcache.settings import Settings
 from kvcache.target import load_config, target_device, target_directory, target_dtype, target_fingerprint
+
+
+class BadRequestError(ValueError):
+    """vLLM refuses the request: a sampling parameter or a token id out of range."""
 
 
 class EngineDeadError(RuntimeError):
@@ -50,7 +55,7 @@ class Engine:
         """Answer a request, piece by piece. Closing the iterator aborts it; its hand-off ends on every path.
 
         Raises:
-            ValueError: sampling parameters or prompt that vLLM refuses.
+            BadRequestError: sampling parameters or prompt that vLLM refuses.
             EngineDeadError: the engine is gone.
         """
         assert self._llm is not None, "start the engine first"
@@ -59,7 +64,7 @@ class Engine:
             if ticket is not None:
                 try:
                     ticket = await localise(ticket, self._inbox)
-                except (LeaseError, ArenaFullError) as error:
+                except (HandoffError, LeaseError, ArenaFullError) as error:
                     ticket, miss = None, type(error).__name__
             params = _sampling(request.sampling, ticket)
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
@@ -68,6 +73,8 @@ class Engine:
                 stages = {"first_token": time.perf_counter() - begin} if first else {}
                 yield self._delta(output, stages, miss)
                 first = False
+        except (VLLMValidationError, ValueError) as error:
+            raise BadRequestError(str(error)) from error
         except Exception as error:
             if self._llm.errored:
                 raise EngineDeadError(f"the vLLM engine has ended: {self._llm.dead_error}") from error
@@ -152,12 +159,12 @@ def _sampling(fields: dict[str, Any], ticket: dict[str, Any] | None) -> Sampling
 def _logprobs(steps: list[dict[int, Any]], token_ids: list[int]) -> list[dict[str, Any]]:
     result = []
     for token_id, step in zip(token_ids, steps, strict=True):
-        entries = {key: _entry(value) for key, value in step.items()}
+        entries = {key: _entry(key, value) for key, value in step.items()}
         top = [entries[key] for key in sorted(step, key=lambda key: step[key].rank)]
         result.append({**entries[token_id], "top_logprobs": top})
     return result
 
 
-def _entry(value: Any) -> dict[str, Any]:
+def _entry(token_id: int, value: Any) -> dict[str, Any]:
     token = value.decoded_token or ""
-    return {"token": token, "logprob": value.logprob, "bytes": list(token.encode())}
+    return {"token_id": token_id, "token": token, "logprob": value.logprob, "bytes": list(token.encode())}

@@ -17,7 +17,7 @@ class GenerateRequest:
     handoff: dict[str, Any] | None
     """Ticket of the hand-off; None computes the whole prompt."""
     sampling: dict[str, Any]
-    """Fields of vLLM's SamplingParams that a client may set: max_tokens, temperature, top_p, stop, seed, logprobs ..."""
+    """Fields of vLLM's SamplingParams that a client may set: max_tokens, temperature, top_p, stop, seed ..."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GenerateDelta:
     cached_tokens: int = 0
     """Prompt tokens whose KV was loaded, not computed."""
     logprobs: list[dict[str, Any]] | None = None
-    """Per new token: {"token", "logprob", "bytes", "top_logprobs"} as in OpenAI's chat API."""
+    """Per new token, as in OpenAI's chat API: token_id, token, logprob, bytes, top_logprobs (best first)."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds by stage: `queue` and `first_token` on the first delta, `inject` on the last."""
     handoff_miss: str | None = None

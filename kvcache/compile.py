@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From chunks to one cache, in the packed order `[B, T, L, H, 2, D]` of the published repairers (CacheRepair, section 3)."""
+"""From chunks to one cache, in the packed order `[B, T, L, H, 2, D]` of the published repairers (CacheRepair)."""
 
 from __future__ import annotations
 

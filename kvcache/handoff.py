@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvcache.arena import Arena, ArenaAddress, ArenaReader, LeaseError
@@ -111,11 +112,14 @@ async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> 
 
     Raises:
         LeaseError: its maker is gone, or on another node without Ray's transport.
+        HandoffError: not a ticket.
     """
-    if ticket["kind"] == "shared_memory":
-        if ticket["node"] != node_id():
+    if ticket.get("kind") == "shared_memory":
+        if ticket.get("node") != node_id():
             raise LeaseError("the hand-off lies in another node's memory: set handoff.transport to ray")
         return ticket
+    if ticket.get("kind") != "ray":
+        raise HandoffError(f"a hand-off of kind {ticket.get('kind')!r}")
     from ray.exceptions import RayError
 
     try:
@@ -124,9 +128,9 @@ async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> 
         raise LeaseError(f"Ray lost the hand-off: {error}") from None
     identity = HandoffIdentity(**ticket["identity"])
     writer = transport.reserve(identity)
-    source = torch.from_numpy(data).view(getattr(torch, identity.dtype))
-    writer.k.copy_(source[0])
-    writer.v.copy_(source[1])
+    # As bytes: Ray's arrays are read-only, and numpy knows no bfloat16.
+    for part, source in zip((writer.k, writer.v), data.reshape(2, -1), strict=True):
+        np.copyto(part.view(torch.uint8).numpy().reshape(-1), source)
     return writer.commit()
 
 

@@ -10,7 +10,29 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvcache.settings import Settings, load_settings
+from kvcache.target import TargetLLM
+
 Family = Literal["llama", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+}
+VOCABULARY = 512
 
 _WORDS = (
     "the chunk of text is read once and its cache is kept for the question that comes later; who wrote the song and "
@@ -38,7 +60,7 @@ def tiny_model_dir(folder: Path, family: Family = "llama", *, layers: int = 3, s
     directory = folder / f"tiny-{family}-{seed}"
     tokenizer = tiny_tokenizer()
     sizes = dict(
-        vocab_size=len(tokenizer),
+        vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=layers,
@@ -77,3 +99,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         chat_template=_TEMPLATE,
     )
+
+
+def tiny_settings(directory: str, **overrides: Any) -> Settings:
+    """Settings for a model made by `tiny_model_dir`, with everything else in a folder beside it."""
+    target = {"model": directory, **overrides.pop("target", {})}
+    engine = {"max_model_len": 512, "kv_cache_bytes": 64 * 2**20, **overrides.pop("engine", {})}
+    return load_settings(**{"root": f"{directory}-data", "target": target, "engine": engine, **overrides})
+
+
+def tiny_target(folder: Path, family: Family = "llama", rope: str = "default", **config: Any) -> TargetLLM:
+    """Make and load a tiny target."""
+    return TargetLLM.load(settings=tiny_settings(tiny_model_dir(folder, family, rope_parameters=ROPES[rope], **config)))
