@@ -223,7 +223,7 @@ class Corpus:
             UnknownChunkError: some are not in this generation.
         """
         ids = self.table["chunk_id"]
-        rows = [bisect_left(ids, chunk_id, key=pa.Scalar.as_py) for chunk_id in chunk_ids]
+        rows = [bisect_left(ids, chunk_id, key=lambda scalar: scalar.as_py()) for chunk_id in chunk_ids]
         unknown = [
             chunk_id
             for chunk_id, row in zip(chunk_ids, rows, strict=True)
