@@ -91,7 +91,7 @@ class Arena:
             ArenaFullError: no room now.
             ValueError: larger than the whole arena.
         """
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = max(1, -(-nbytes // _PAGE)) * _PAGE
         if size > self.capacity:
             raise ValueError(f"a hand-off of {nbytes} bytes does not fit an arena of {self.capacity} bytes")
         with self._lock:
