@@ -40,6 +40,7 @@ _PERMANENT = _FULL | _DENIED | _WRONG_PATH
 _REDIRECT = re.compile(r"HTTP status 30[0-9]|configured region")
 _REFUSED = re.compile(r"ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|HTTP status 40[13]")
 _PERMANENT_HTTP = re.compile(rf"NO_SUCH_BUCKET|HTTP status 4(?!08|29)[0-9]{{2}}|{_REDIRECT.pattern}|{_REFUSED.pattern}")
+_BUSY = re.compile(r"SLOW_DOWN|SERVICE_UNAVAILABLE|THROTTLING|HTTP status (429|503)")
 _TIMEOUT = re.compile(r"curlCode: 28|time-?d?[ -]?out|REQUEST_TIMEOUT", re.IGNORECASE)
 _HINT_BUCKET = "check the bucket's name and endpoint in the URI, or create it first"
 
@@ -231,6 +232,7 @@ def explain(error: BaseException) -> str:
         ("NO_SUCH_BUCKET" in text, _HINT_BUCKET),
         (_REDIRECT.search(text), "the bucket is in another region: put region=... into the URI's query"),
         (_REFUSED.search(text), "the store refused the credentials: check AWS_ACCESS_KEY_ID, AWS_PROFILE and policy"),
+        (_BUSY.search(text), "the store is overloaded: try later, or raise store.attempts"),
         ("NETWORK_CONNECTION" in text, "the endpoint did not answer: check endpoint_override and scheme in the URI"),
     ):
         if matches:
