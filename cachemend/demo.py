@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cachemend import report, ui
 from cachemend.client import Answer, Client
+from cachemend.commands import corpus
 from cachemend.service import running_service
 from kvcache import fetch
 from kvcache.settings import Settings
@@ -24,7 +25,6 @@ CORPUS = "demo"
 TOP_K = 5
 MAX_TOKENS = 24
 APPLICATION = "serve_app:app"
-OBJECT_STORE_BYTES = 500_000_000
 
 
 class ExamplesMissingError(FileNotFoundError):
@@ -88,23 +88,10 @@ def read_questions() -> list[Question]:
 
 
 def prepare_corpus(settings: Settings) -> None:
-    """Ingest the example passages and compute their chunk caches, in a Ray instance that ends with the work."""
-    import ray
-
-    from cachemend.commands import corpus
-
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
-    try:
-        corpus.run_ingest([str(EXAMPLES / "passages.jsonl")], CORPUS, settings)
+    """Ingest the example passages and compute their chunk caches, in a Ray cluster that ends with the work."""
+    with corpus.ray_session(address="local"):
+        corpus.run_ingest([str(EXAMPLES / "passages.jsonl")], CORPUS, settings, replace=True)
         corpus.run_precompute(CORPUS, settings)
-    finally:
-        ray.shutdown()
 
 
 def ask_all(client: Client, questions: Sequence[Question], methods: Sequence[str]) -> list[Row]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 out = Console()
 log = Console(stderr=True)
@@ -31,6 +34,21 @@ def heading(message: str) -> None:
 def error(message: str) -> None:
     """Report a failure on stderr."""
     log.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show a progress bar per stage on stderr; the callback is told (stage, done, total or None)."""
+    columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=log) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def tell(stage: str, done: int, total: int | None) -> None:
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage)
+            progress.update(bars[stage], completed=done, total=total)
+
+        yield tell
 
 
 def print_json(value: Any) -> None:

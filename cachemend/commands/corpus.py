@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 Corpus = Annotated[str, typer.Option(help="Name of the corpus.")]
 
+MOST_SHOWN = 20
+"""Bad records shown to a person; a program gets them all."""
+
 
 def ingest(
     paths: Annotated[
@@ -25,12 +30,15 @@ def ingest(
         ),
     ],
     corpus: Corpus,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Make these inputs the whole corpus: other documents are removed.")
+    ] = False,
     as_json: ui.AsJson = False,
 ) -> None:
     """Cut documents into chunks, embed them, and publish a new generation of the corpus's index.
 
-    The paths together are the corpus: run it again and only what changed is computed, and what is gone is removed.
-    Records that cannot be read are reported with file and line, and do not stop the rest.
+    Documents are added to the corpus, or take the place of the one with their id. Run again, it computes only what
+    changed. Records that cannot be read are reported with file and line, and do not stop the rest.
 
     Examples:
 
@@ -40,7 +48,8 @@ def ingest(
     """
     from kvcache.settings import load_settings
 
-    report = run_ingest(paths, corpus, load_settings())
+    with ray_session():
+        report = run_ingest(paths, corpus, load_settings(), replace)
     if as_json:
         ui.print_json(report)
 
@@ -58,21 +67,44 @@ def precompute(
     """
     from kvcache.settings import load_settings
 
-    plan, report = run_precompute(corpus, load_settings(), dry_run)
+    with ray_session():
+        plan, report = run_precompute(corpus, load_settings(), dry_run)
     if as_json:
         ui.print_json({"plan": plan, "report": report})
 
 
-def run_ingest(paths: list[str], corpus: str, settings: Settings) -> IngestReport:
-    """Ingest and say how it went."""
+@contextmanager
+def ray_session(address: str | None = None) -> Iterator[None]:
+    """Connect to a Ray cluster (that of RAY_ADDRESS, or one that lives as long as this block) without its chatter."""
+    import logging
+
+    import ray
+    import ray.data
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run_ingest(paths: list[str], corpus: str, settings: Settings, replace: bool = False) -> IngestReport:
+    """Ingest, with progress, and say how it went."""
     from pipelines.ingest import ingest
 
-    report = ingest(paths, corpus, settings, ui.say)
-    for bad in report.bad_records:
-        ui.error(f"skipped {bad.file}, line {bad.line}: {bad.reason}")
+    with ui.stages() as progress:
+        report = ingest(paths, corpus, settings, progress, replace=replace)
+    for bad in report.bad_records[:MOST_SHOWN]:
+        where = bad.file if bad.line is None else f"{bad.file}, line {bad.line}"
+        ui.error(f"skipped {where}: {bad.reason}")
+    if len(report.bad_records) > MOST_SHOWN:
+        ui.error(f"skipped {len(report.bad_records) - MOST_SHOWN:,} more (--json lists them all)")
     ui.say(
         f"{corpus}: generation {report.generation} with {report.chunks:,} chunks, {report.tokens:,} tokens "
-        f"({report.added:,} added, {report.unchanged:,} unchanged, {report.removed:,} removed)"
+        f"(documents: {report.added:,} added, {report.unchanged:,} unchanged, {report.removed:,} removed)"
     )
     return report
 
@@ -80,7 +112,7 @@ def run_ingest(paths: list[str], corpus: str, settings: Settings) -> IngestRepor
 def run_precompute(
     corpus: str, settings: Settings, dry_run: bool = False
 ) -> tuple[PrecomputePlan, PrecomputeReport | None]:
-    """Say how much there is to do, then do it unless `dry_run`."""
+    """Say how much there is to do, then do it, with progress, unless `dry_run`."""
     from pipelines import precompute as job
 
     plan = job.plan(corpus, settings)
@@ -88,4 +120,7 @@ def run_precompute(
         f"{corpus}: {plan.missing:,} of {plan.chunks:,} chunks to compute, {plan.tokens:,} tokens, "
         f"{ui.size(plan.bytes)}, about {ui.duration(plan.seconds_estimate)}"
     )
-    return plan, None if dry_run else job.precompute(plan, settings, ui.say)
+    if dry_run:
+        return plan, None
+    with ui.stages() as progress:
+        return plan, job.precompute(plan, settings, progress)
