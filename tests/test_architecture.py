@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +142,22 @@ def test_the_defaults_are_valid_without_any_file(monkeypatch: pytest.MonkeyPatch
     assert Settings().repair.default in Settings().repair.methods
 
 
-def test_the_readme_leads_to_the_repair_methods_in_two_clicks() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert "(repair/)" in readme or "(repair/registry.py)" in readme
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def relative_links(document: Path) -> list[Path]:
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text())
+    return [(document.parent / target).resolve() for target in targets if "://" not in target]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    assert [str(target) for target in relative_links(document) if not target.exists()] == []
+
+
+def test_the_readme_links_to_every_repair_method() -> None:
+    from repair.registry import REPAIRERS
+
+    linked = set(relative_links(ROOT / "README.md"))
+    missing = [name for name, cls in REPAIRERS.items() if Path(inspect.getfile(cls)).resolve() not in linked]
+    assert missing == []
