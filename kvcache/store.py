@@ -22,7 +22,8 @@ from kvcache.chunk_object import HEADER_BYTES, ChunkMiss, MissReason, ObjectForm
 from kvcache.geometry import Geometry
 from kvcache.manifest import MANIFEST, MANIFEST_BYTES, StoreManifest, StoreMismatchError
 from kvcache.objects import STORAGE_ERRORS, ObjectInfo, ObjectStore, StoreError, explain, is_timeout
-from kvcache.settings import StoreSettings
+from kvcache.settings import Settings, StoreSettings
+from kvcache.target import load_config, target_dtype, target_fingerprint
 
 __all__ = [
     "BadObject",
@@ -116,6 +117,24 @@ class ChunkStore:
         self._manifest = StoreManifest(fingerprint, model, str(dtype).removeprefix("torch."))
         self._lock = threading.Lock()
         self._manifest_checked = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> ChunkStore:
+        """The store that the settings name, for the target that they name. Loads no model.
+
+        Raises:
+            StoreError: the location cannot be opened.
+            ModelNotFoundError: the target has not been fetched.
+        """
+        stored = settings.store.dtype
+        return cls(
+            settings.store_uri,
+            fingerprint=target_fingerprint(settings),
+            geometry=Geometry.of(load_config(settings)),
+            dtype=target_dtype(settings) if stored == "auto" else getattr(torch, stored),
+            settings=settings.store,
+            model=settings.target.model,
+        )
 
     @property
     def uri(self) -> str:
