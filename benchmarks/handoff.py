@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-off from a repair actor to an engine worker on one node, against one memcpy of the same bytes.
 
-    python benchmarks/handoff.py [--tokens 1000] [--rounds 30] [--json FILE]
+    python -m benchmarks.handoff [--tokens 1000] [--rounds 30] [--json FILE]
 
 Two processes. The maker reserves memory, copies the KV in, commits and sends the ticket over a pipe; the reader opens
 the hand-off in place and confirms it. One round is timed from `reserve` to the reader's word that it holds the
