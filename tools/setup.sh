@@ -27,11 +27,11 @@ find_python() {
     return 1
 }
 
-# Count what pip collects, so that the long step shows where it is; everything goes to the log.
+# Count what pip finds, so that the long step shows where it is; everything goes to the log.
 progress() {
     tee -a "$LOG" | awk -v total="$1" '
-        /^Collecting /            { if (++n % 20 == 0) { printf "  %d of %d packages found\n", n, total; fflush() } }
-        /^Installing collected /  { print "  unpacking them (a minute or two)"; fflush() }'
+        /^(Collecting|Processing|Requirement already)/ { if (++n % 20 == 0) { printf "  %d of %d packages found\n", n, total; fflush() } }
+        /^Installing collected / && total > 1          { print "  all found, unpacking them (a minute or two)"; fflush() }'
 }
 
 install() { # install TOTAL PIP_ARGUMENTS...
@@ -57,14 +57,15 @@ total=$(grep -c '==' $LOCK)
 torch=$(grep '^torch==' $LOCK)
 say "setup: installing $total packages, about 3.4 GB on disk, 2-3 minutes (log: $LOG)"
 # The CPU build of torch comes first: where pip's own sources lack it, uv knows where PyTorch keeps its CPU builds.
-if ! install "$total" "$torch"; then
+say "  torch, the CPU build"
+if ! install 1 "$torch"; then
     say "  pip does not find $torch; taking it through uv instead"
-    install "$total" uv
-    "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps --torch-backend cpu "${torch%+cpu}" 2>&1 | progress "$total"
+    install 1 uv
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" --no-deps --torch-backend cpu "${torch%+cpu}" 2>&1 | progress 1
 fi
 grep -v '^torch==' $LOCK >"$VENV/setup.requirements"
 install "$total" -r "$VENV/setup.requirements"
-install "$total" --no-build-isolation --editable .
+install 1 --no-build-isolation --editable .
 
 say "setup: checking that the parts load together"
 "$VENV/bin/python" - <<'PY' 2>>"$LOG"

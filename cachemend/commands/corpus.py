@@ -115,7 +115,8 @@ def run_precompute(
     """Say how much there is to do, then do it, with progress, unless `dry_run`."""
     from pipelines import precompute as job
 
-    plan = job.plan(corpus, settings)
+    with ui.stages() as progress:
+        plan = job.plan(corpus, settings, progress)
     ui.say(
         f"{corpus}: {plan.missing:,} of {plan.chunks:,} chunks to compute, {plan.tokens:,} tokens, "
         f"{ui.size(plan.bytes)}, about {ui.duration(plan.seconds_estimate)}"
@@ -123,4 +124,11 @@ def run_precompute(
     if dry_run:
         return plan, None
     with ui.stages() as progress:
-        return plan, job.precompute(plan, settings, progress)
+        report = job.precompute(plan, settings, progress)
+    ui.say(
+        f"{corpus}: {report.computed:,} chunks computed, {report.tokens:,} tokens, {ui.size(report.bytes)}, "
+        f"in {ui.duration(report.seconds)}"
+    )
+    for failed in report.failed[:MOST_SHOWN]:
+        ui.error(f"chunk {failed.key} ({failed.tokens} tokens) was not stored: {failed.reason}")
+    return plan, report

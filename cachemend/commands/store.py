@@ -76,20 +76,7 @@ def stats(as_json: ui.AsJson = False) -> None:
 
 
 def _open() -> ChunkStore:
-    import torch
-
-    from kvcache.geometry import Geometry
     from kvcache.settings import load_settings
     from kvcache.store import ChunkStore
-    from kvcache.target import load_config, target_dtype, target_fingerprint
 
-    settings = load_settings()
-    stored = settings.store.dtype
-    return ChunkStore(
-        settings.store_uri,
-        fingerprint=target_fingerprint(settings),
-        geometry=Geometry.of(load_config(settings)),
-        dtype=target_dtype(settings) if stored == "auto" else getattr(torch, stored),
-        settings=settings.store,
-        model=settings.target.model,
-    )
+    return ChunkStore.of(load_settings())
