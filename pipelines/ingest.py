@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvcache.settings import Settings
+from pipelines.embedding import EmbedderFactory, embed_texts
+from pipelines.ray_data import Progress
 from pipelines.readers import BadRecord, InputFile, find_files
-from pipelines.staging import BAD, CHUNK, UNCHANGED, EmbedderFactory, Progress, embed_texts, stage_files
+from pipelines.staging import BAD, CHUNK, UNCHANGED, stage_files
 from retrieval.corpus import Corpus, IndexRecord, Manifest, Owner, is_corpus_name, table_schema
 from retrieval.embedding import Embedder
 from retrieval.errors import CorpusIntegrityError, UnknownCorpusError

@@ -117,19 +117,24 @@ def read_file(file: InputFile) -> Iterator[Document | BadRecord]:
         yield BadRecord(file.source, None, f"the file cannot be read: {error}")
 
 
-@functools.lru_cache(maxsize=16)
 def resolve(location: str) -> tuple[fs.FileSystem, str]:
     """File system and path of a location; without a scheme it is a local path.
 
     Raises:
         InputError: pyarrow cannot open it.
     """
-    if "://" not in location:
-        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+    if "://" in location:
+        return _open_uri(location)
+    return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
+
+
+@functools.lru_cache(maxsize=16)
+def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
     try:
-        filesystem, path = fs.FileSystem.from_uri(location)
+        filesystem, path = fs.FileSystem.from_uri(uri)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise InputError(f"input {_source_name(location)} cannot be opened: {error}") from None
+        name = _source_name(uri)
+        raise InputError(f"input {name} cannot be opened: {str(error).replace(uri, name)}") from None
     return filesystem, path.rstrip("/")
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray Data stages of ingest: files to chunks, chunks to embeddings."""
+"""The first half of ingest: files to chunks, on Ray Data."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,13 +15,9 @@ import ray.data
 
 from kvcache.settings import ChunkingSettings, Settings
 from kvcache.target import load_tokenizer
+from pipelines.ray_data import Progress, quiet_ray_data
 from pipelines.readers import BadRecord, Document, InputFile, read_file
 from retrieval.chunking import Chunker, tokenizer_digest
-from retrieval.embedding import TextEmbedder
-
-Progress = Callable[[str, int, int | None], None]
-"""Told (stage, done, total); total None while unknown."""
-EmbedderFactory = Callable[[Settings], TextEmbedder]
 
 STAGED = pa.schema(
     {
@@ -44,8 +39,6 @@ CHUNK, UNCHANGED, BAD, END = "chunk", "unchanged", "bad", "end"
 
 _ROWS_PER_BLOCK = 2048
 _MOST_READ_TASKS = 256
-_EMBED_BATCHES_PER_CALL = 4
-"""Forward passes per batch of the embedding stage: the embedder sorts by length within it."""
 
 
 def stage_files(
@@ -77,51 +70,10 @@ def stage_files(
     return staged.sort_by([("file", "ascending"), ("line", "ascending"), ("ordinal", "ascending")])
 
 
-def embed_texts(texts: pa.ChunkedArray, settings: Settings, embedder: EmbedderFactory, progress: Progress) -> pa.Array:
-    """Embed texts in a pool of actors, one embedding model each.
-
-    Returns:
-        Unit vectors, fixed-size lists of float32, in the order of the texts.
-    """
-    batch = settings.embedding.batch_size * _EMBED_BATCHES_PER_CALL
-    table = pa.table({"row": pa.array(range(len(texts)), pa.int64()), "text": texts})
-    blocks = [table.slice(start, batch) for start in range(0, len(table), batch)]
-    with quiet_ray_data():
-        gpus = ray.cluster_resources().get("GPU", 0) if settings.embedding.device != "cpu" else 0
-        pool = ray.data.ActorPoolStrategy(size=min(settings.pipeline.actors, len(blocks)))
-        vectors = ray.data.from_arrow(blocks).map_batches(
-            _Embed,
-            batch_size=batch,
-            batch_format="pyarrow",
-            compute=pool,
-            num_gpus=1 if gpus else None,
-            fn_constructor_args=(settings, embedder),
-        )
-        done, parts = 0, []
-        progress("embed", 0, len(table))
-        for part in vectors.iter_batches(batch_size=None, batch_format="pyarrow"):
-            parts.append(part)
-            done += len(part)
-            progress("embed", done, len(table))
-    return pa.concat_tables(parts).sort_by("row")["embedding"].combine_chunks()
-
-
 def content_hash(document: Document, chunking: ChunkingSettings, tokenizer: str) -> str:
     """SHA-256, lower-case hex, over all that decides a document's rows: content, chunking, tokenizer digest."""
     parts = [document.title, document.text, document.source, chunking.model_dump(), tokenizer]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-@contextmanager
-def quiet_ray_data() -> Iterator[None]:
-    """Without Ray Data's own progress bars: the caller shows one of its own."""
-    context = ray.data.DataContext.get_current()
-    before = context.enable_progress_bars
-    context.enable_progress_bars = False
-    try:
-        yield
-    finally:
-        context.enable_progress_bars = before
 
 
 def _stage(batch: pa.Table, known: ray.ObjectRef | Mapping[str, str], settings: Settings) -> Iterator[pa.Table]:
@@ -171,13 +123,3 @@ def _tools(settings: Settings) -> tuple[Chunker, str]:
     # Once per worker process: loading a tokenizer takes about a second.
     tokenizer = load_tokenizer(settings)
     return Chunker(tokenizer, settings.chunking), tokenizer_digest(tokenizer)
-
-
-class _Embed:
-    def __init__(self, settings: Settings, embedder: EmbedderFactory) -> None:
-        self._embedder = embedder(settings)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        vectors = self._embedder.embed(batch["text"].to_pylist())
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
-        return pa.table({"row": batch["row"], "embedding": lists})

@@ -249,11 +249,18 @@ class Corpus:
         ]
 
 
-@functools.lru_cache(maxsize=16)
 def corpora_at(corpora_uri: str) -> ObjectStore:
-    """The objects below that location: one client per process and location."""
+    """The objects below that location."""
+    # A client of a bucket is worth keeping; a relative path means another folder once the process has changed its own.
+    return _kept_client(corpora_uri) if "://" in corpora_uri else _client(corpora_uri)
+
+
+def _client(uri: str) -> ObjectStore:
     defaults = StoreSettings()
-    return ObjectStore(corpora_uri, attempts=defaults.attempts, retry_base_s=defaults.retry_base_s)
+    return ObjectStore(uri, attempts=defaults.attempts, retry_base_s=defaults.retry_base_s)
+
+
+_kept_client = functools.lru_cache(maxsize=16)(_client)
 
 
 def list_corpora(corpora_uri: str) -> list[str]:
