@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the service starts and ends: refused on a foreign store, and no process left whichever way it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cachemend.service import SERVE, ServiceStartError, running_service
+from kvcache.store import ChunkStore
+from kvcache.target import TargetLLM
+from tests.tiny import tiny_model_dir, tiny_settings
+
+pytestmark = pytest.mark.real
+APPLICATION = "serve_app:app"
+
+
+@pytest.fixture
+def tiny_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Environment of a service with a tiny target; returns the target's directory."""
+    directory = tiny_model_dir(tmp_path)
+    for name, value in {
+        "ROOT": str(tmp_path / "data"),
+        "TARGET__MODEL": directory,
+        "ENGINE__MAX_MODEL_LEN": "512",
+        "ENGINE__KV_CACHE_BYTES": str(64 * 2**20),
+    }.items():
+        monkeypatch.setenv(f"CACHEMEND_{name}", value)
+    return directory
+
+
+def test_a_store_of_another_target_is_refused(tiny_service: str, tmp_path: Path) -> None:
+    other = TargetLLM.load(settings=tiny_settings(tiny_model_dir(tmp_path, seed=1)))
+    mine = TargetLLM.load(settings=tiny_settings(tiny_service))
+    settings = tiny_settings(tiny_service, root=str(tmp_path / "data"))
+    store = ChunkStore(
+        settings.store_uri,
+        fingerprint=other.fingerprint,
+        geometry=other.geometry,
+        dtype=torch.float32,
+        settings=settings.store,
+    )
+    store.put(other.stale_kv([[1, 2, 3]])[0])
+    with pytest.raises(ServiceStartError) as refused, ExitStack() as stack:
+        stack.enter_context(running_service(APPLICATION, lambda _: None))
+    log = Path(str(refused.value).split("The last lines of ")[1].split(":\n")[0]).read_text()
+    assert mine.fingerprint[:12] in log and other.fingerprint[:12] in log
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_nothing_is_left(tiny_service: str, tmp_path: Path, how: signal.Signals) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(
+        [SERVE, "run", "--address", "local", APPLICATION],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        family = _wait_for_engine(process, 300)
+        process.send_signal(how)
+        process.wait(timeout=60)
+        deadline = time.monotonic() + 30
+        while (left := [p for p in family if _alive(p)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, f"left behind after {how.name}: {left}"
+    finally:
+        for survivor in (
+            [p for p in psutil.Process(process.pid).children(recursive=True) if _alive(p)]
+            if (process.poll() is None)
+            else []
+        ):
+            survivor.kill()
+
+
+def _wait_for_engine(process: subprocess.Popen, timeout_s: float) -> list[psutil.Process]:
+    """The whole family, once vLLM's worker has joined it."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the service ended by itself"
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        if any("VLLM::Worker" in _title(member) for member in family):
+            time.sleep(5)
+            return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        time.sleep(1)
+    raise AssertionError("vLLM did not start in time")
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
