@@ -243,46 +243,57 @@ class RepairNetwork(nn.Module):
             Normalised residual, float32 `[N, L, H, 2, D]`.
         """
         if not len(tokens):
-            return stale.float()
-        return self._residual(stale, tokens, Visibility.of(requests, self.config.attention, self.device))
+            return torch.zeros(stale.shape, device=self.device)
+        visibility = Visibility.of(requests, self.config.attention, self.device)
+        return self.v_head(self._hidden(stale, tokens, visibility)).float().view(stale.shape)
 
     @torch.no_grad()
     def repair(self, stale: torch.Tensor, tokens: torch.Tensor, chunk_ids: torch.Tensor) -> torch.Tensor:
-        """Repair stale KV: arguments as in `forward`; returns canonical KV of the same shape and dtype."""
-        return self._add(stale, self(stale, tokens, chunk_ids))
+        """Repair stale KV: arguments as in `forward`; returns canonical KV of the same shape, dtype and device."""
+        self._check(stale, tokens, chunk_ids)
+        rows = (chunk_ids.reshape(-1) >= 0).nonzero()[:, 0].to(stale.device)
+        flat, ids = stale.flatten(0, 1), tokens.reshape(-1).to(stale.device)
+        visibility = Visibility.of(chunk_lengths(chunk_ids), self.config.attention, self.device)
+        if len(rows) == len(flat):
+            packed = flat.to(self.device, torch.float32, copy=True)
+            return self.repair_packed_(packed, ids, visibility).to(stale).view(stale.shape)
+        packed = self.repair_packed_(flat[rows].to(self.device, torch.float32), ids[rows], visibility)
+        return flat.index_copy(0, rows, packed.to(stale)).view(stale.shape)
 
     @torch.no_grad()
-    def repair_packed(self, stale: torch.Tensor, tokens: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-        """Repair requests laid end to end.
+    def repair_packed_(self, stale: torch.Tensor, tokens: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+        """Repair requests laid end to end, in place: for long prefixes each pass over a cache-sized tensor counts.
 
         Args:
-            stale: canonical KV `[N, L, H, 2, D]`.
+            stale: canonical KV, float32 `[N, L, H, 2, D]`, contiguous, on the network's device; overwritten.
             tokens: int `[N]`.
             visibility: of the same requests, with this network's attention.
 
         Returns:
-            Canonical KV of the same shape and dtype, on the network's device.
+            `stale`, now repaired.
         """
-        return self._add(stale, self._residual(stale, tokens, visibility))
+        if not len(tokens):
+            return stale
+        h_Nd = self._hidden(stale, tokens, visibility).float()
+        # stale + (h weight + bias) sigma as one matrix product that adds into the cache: the bias becomes a column.
+        head = torch.cat([self.v_head.weight, self.v_head.bias[:, None]], dim=1).mul_(self.sigma_delta.view(-1, 1))
+        stale.view(len(tokens), -1).addmm_(F.pad(h_Nd, (0, 1), value=1.0), head.T)
+        return stale
 
-    def _add(self, stale: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        # In place of the residual: for long prefixes each pass over a cache-sized tensor counts.
-        stale_f = stale.to(residual.device, torch.float32)
-        return torch.addcmul(stale_f, residual, self.sigma_delta, out=residual).to(stale.dtype)
-
-    def _residual(self, stale: torch.Tensor, tokens: torch.Tensor, visibility: Visibility) -> torch.Tensor:
-        geometry, device = self.geometry, self.device
-        stale_NSD = stale.to(device, torch.float32).reshape(len(tokens), -1, geometry.head_dim)
-        f_Nd = self.stale_enc(stale_NSD, self.sigma_stale.view(-1, geometry.head_dim))
+    def _hidden(self, stale: torch.Tensor, tokens: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+        """Everything up to the head: `[N, d]`."""
+        head_dim, device = self.geometry.head_dim, self.device
+        stale_NSD = stale.to(device, torch.float32).reshape(len(tokens), -1, head_dim)
+        f_Nd = self.stale_enc(stale_NSD, self.sigma_stale.view(-1, head_dim))
         tok_Nd = self.tok_proj(self.tok_embed(tokens.to(device)).float())
-        h_Nd = self.fuse(torch.cat([f_Nd.to(tok_Nd.dtype), tok_Nd], dim=1)).float()
+        h_Nd = self.fuse(torch.cat([f_Nd, tok_Nd.to(f_Nd.dtype)], dim=1)).float()
         rope = self._rope(visibility.positions)
         for index, block in enumerate(self.blocks):
             if self.config.reinject:
                 h_Nd = h_Nd + self.stale_reinject[index](f_Nd)
             flex = index < self.config.n_blocks - _EXACT_LAST and has_flex(h_Nd)
             h_Nd = block(h_Nd, rope, visibility, flex)
-        return self.v_head(self.ln_f(h_Nd)).float().view(stale.shape)
+        return self.ln_f(h_Nd)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.config.d_b // self.config.n_heads
