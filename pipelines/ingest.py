@@ -18,9 +18,10 @@ from pipelines.embedding import EmbedderFactory, embed_texts
 from pipelines.ray_data import Progress
 from pipelines.readers import BadRecord, InputFile, find_files
 from pipelines.staging import BAD, CHUNK, UNCHANGED, stage_files
-from retrieval.corpus import Corpus, IndexRecord, Manifest, Owner, is_corpus_name, table_schema
+from retrieval.corpus import Corpus, is_corpus_name, table_schema
 from retrieval.embedding import Embedder
 from retrieval.errors import CorpusIntegrityError, UnknownCorpusError
+from retrieval.manifest import IndexRecord, Manifest, Owner
 from retrieval.publish import current_generation, publish
 from retrieval.retriever import owner_of
 

@@ -19,11 +19,6 @@ from retrieval.corpus import (
     INDEX,
     MANIFEST,
     TABLE,
-    FileRecord,
-    IndexRecord,
-    Manifest,
-    Owner,
-    Pointer,
     corpora_at,
     generation_folder,
     is_corpus_name,
@@ -32,6 +27,7 @@ from retrieval.corpus import (
 )
 from retrieval.errors import CorpusConflictError, UnknownCorpusError
 from retrieval.index import DenseIndex
+from retrieval.manifest import FileRecord, IndexRecord, Manifest, Owner, Pointer
 
 logger = logging.getLogger(__name__)
 

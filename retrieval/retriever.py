@@ -17,10 +17,11 @@ from kvcache.settings import Settings
 from kvcache.target import load_tokenizer
 from retrieval.bm25 import LexicalIndex
 from retrieval.chunking import tokenizer_digest
-from retrieval.corpus import Corpus, Owner, read_pointer
+from retrieval.corpus import Corpus, read_pointer
 from retrieval.embedding import TextEmbedder
 from retrieval.errors import CorpusIntegrityError, CorpusMismatchError, UnknownCorpusError
 from retrieval.fusion import reciprocal_rank_fusion
+from retrieval.manifest import Owner
 from retrieval.types import RetrievedChunk
 
 logger = logging.getLogger(__name__)

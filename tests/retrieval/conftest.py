@@ -12,7 +12,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvcache.settings import Settings
 from kvcache.target import load_tokenizer
-from retrieval.corpus import Manifest, table_schema
+from retrieval.corpus import table_schema
+from retrieval.manifest import Manifest
 from retrieval.publish import current_generation, publish
 from retrieval.retriever import owner_of
 from tests.retrieval.fakes import HashingEmbedder
