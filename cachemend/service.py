@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,6 +70,7 @@ def running_service(import_path: str, on_wait: Callable[[float], None]) -> Itera
         yield client
     finally:
         stop_tree(process, STOP_TIMEOUT_S)
+    shutil.rmtree(folder)  # kept after an error: the log says why
 
 
 def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> list[str]:
@@ -138,7 +140,7 @@ def _wait_until_ready(
 
 
 def _environment() -> dict[str, str]:
-    environment = dict(os.environ, RAY_USAGE_STATS_ENABLED="0", PYTHONUNBUFFERED="1")
+    environment = dict(os.environ, RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", PYTHONUNBUFFERED="1")
     environment.pop("RAY_ADDRESS", None)
     return environment
 

@@ -246,7 +246,10 @@ def convert_gguf(gguf: Path, made: Path) -> None:
     """De-quantise a GGUF file to a float32 safetensors directory with its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = AutoConfig.for_model(**_plain_config(quantised.config.to_dict()))
     # A model loaded from GGUF refuses save_pretrained, so its numbers move into a fresh one.

@@ -77,7 +77,10 @@ def precompute(
 def ray_session(address: str | None = None) -> Iterator[None]:
     """Connect to a Ray cluster (that of RAY_ADDRESS, or one that lives as long as this block) without its chatter."""
     import logging
+    import os
 
+    # Ray's C++ side writes its own advice to stderr at every level but this; errors reach us as exceptions.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
     import ray.data
     from transformers.utils.logging import disable_progress_bar

@@ -59,6 +59,7 @@ def test_a_service_that_dies_is_reported_with_its_last_words(tmp_path: Path, mon
     fake.write_text(f"#!{sys.executable}\nprint('the store belongs to another target')\n")
     fake.chmod(0o755)
     monkeypatch.setattr(service, "SERVE", str(fake))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with (
         pytest.raises(service.ServiceStartError, match="the store belongs to another target"),
         service.running_service("serve_app:app", lambda _: None),
