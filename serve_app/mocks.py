@@ -130,7 +130,8 @@ class MockEngine(_Counting):
         """Up to `max_tokens` pieces.
 
         Instructions: `[[first_s=...]]` and `[[token_s=...]]` are waits, `[[words=n]]` ends earlier, `[[fail=1]]`
-        raises, `[[die=1]]` ends the process after the first piece, `[[lose=1]]` reports a lost hand-off.
+        raises, `[[fail_late=1]]` raises after the first piece, `[[die=1]]` ends the process there, `[[lose=1]]` reports
+        a lost hand-off.
         """
         with self._counted():
             try:
@@ -152,6 +153,8 @@ class MockEngine(_Counting):
                         {"queue": 0.0, "first_token": 0.0} if index == 0 else {"inject": 0.0} if last else {},
                         miss if last else None,
                     )
+                    if "fail_late" in told:
+                        raise RuntimeError("told to fail late")
                     if "die" in told:
                         os._exit(1)
                     await asyncio.sleep(float(told.get("token_s", 0)))

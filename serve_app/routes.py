@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -54,9 +55,13 @@ def build_api(service: Service) -> FastAPI:
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
 
+    request_schemas: dict[str, Any] = {}
+
     def post(path: str, endpoint: Any, request: type[BaseModel], reply: type[BaseModel], summary: str) -> None:
         schema = request.model_json_schema(ref_template="#/components/schemas/{model}")
-        schema.pop("$defs", None)
+        request_schemas.update(schema.pop("$defs", {}))
+        request_schemas[request.__name__] = schema
+        reference = {"$ref": f"#/components/schemas/{request.__name__}"}
         api.add_api_route(
             path,
             endpoint,
@@ -72,7 +77,7 @@ def build_api(service: Service) -> FastAPI:
                 },
                 **_REFUSALS,
             },
-            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}},
         )
 
     post("/v1/chat/completions", service.chat, ChatRequest, ChatReply, "Answer the last message from retrieved chunks")
@@ -91,7 +96,18 @@ def build_api(service: Service) -> FastAPI:
         responses=unready,
         summary="Prometheus text of this node",
     )
+    # FastAPI does not parse the bodies, so it does not know their schemas.
+    api.openapi()["components"]["schemas"].update(sorted(request_schemas.items()))
     return api
+
+
+def openapi_text() -> str:
+    """The OpenAPI description as the file in `docs` holds it: `python -m serve_app.routes > docs/openapi.json`."""
+
+    class Described(Service):
+        pass
+
+    return json.dumps(build_api(Described()).openapi(), indent=1) + "\n"
 
 
 async def _healthz() -> dict[str, str]:
@@ -109,3 +125,7 @@ async def _http_error(request: HttpRequest, error: Exception) -> JSONResponse:
     message = f"{routes.get(error.status_code, error.detail)}: {request.url.path}"
     mapped = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else "invalid_request")
     return JSONResponse(mapped.body(), mapped.status, error.headers)
+
+
+if __name__ == "__main__":
+    print(openapi_text(), end="")

@@ -4,13 +4,26 @@
 Serve reads them from the environment when its processes start: replicas get them through their runtime environment;
 proxies and the controller inherit them from whoever starts Ray, which is what `tune` is for (on a cluster: set them
 where `ray start` runs).
+
+Two more switches are left to the operator. `RAY_SERVE_ENABLE_HA_PROXY=1` puts HAProxy (bundled with `ray[serve]` on
+Linux) in the place of Serve's Python proxy, the largest share of what is left; it listens on all interfaces and on
+fixed ports, which a default must not. `RAY_SERVE_USE_GRPC_BY_DEFAULT` stays off: hand-offs across nodes travel as
+object references, which Serve's gRPC transport cannot carry, and its ports take pickles from whoever reaches them.
 """
 
 from __future__ import annotations
 
 import os
 
-REPLICA_ENVIRONMENT: dict[str, str] = {}
+REPLICA_ENVIRONMENT: dict[str, str] = {
+    # One event loop per replica instead of three: nothing here blocks it, and each switch of thread costs a request
+    # tenths of a millisecond.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+    # Start-up objects are most of the heap: the collector need not walk them while a user waits.
+    "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
+}
 
 
 def tune() -> None:
