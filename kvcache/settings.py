@@ -27,6 +27,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -164,6 +165,12 @@ class RepairSettings(Section):
     """Registry names offered by the service, see `repair.available()`."""
     default: str = "stale"
     """Method of requests that do not name one."""
+    cacherepair: str | None = None
+    """Folder or hub id of CacheRepair's network; None takes the one shipped for the default target."""
+    force: bool = False
+    """Serve a repair network even when its own validation error is not below that of stale KV."""
+    batch_tokens: PositiveInt = 4096
+    """Most prefix tokens mended in one pass; requests that wait for the device at the same time share passes."""
 
 
 class PromptSettings(Section):
@@ -224,6 +231,59 @@ class PipelineSettings(Section):
     """Padded tokens per prefill batch of the precompute job."""
 
 
+class TrainingSettings(Section):
+    """Training a repair network, `cachemend train`. The recipe's defaults are those of the published CacheRepair."""
+
+    cache_dir: str = "data/training"
+    """Local folder of stale KV and residuals, kept between runs; training works without it, recomputing each visit."""
+    cache_bytes: NonNegativeInt = 25 * GiB
+    """Most bytes of that folder; what does not fit is computed each time it is visited."""
+    cache_dtype: DType = "float16"
+    """Dtype of KV in that folder."""
+    max_tokens: PositiveInt = 1024
+    """Longest prefix of a training example in tokens, header chunk included; chunks beyond are left out."""
+    variants: PositiveInt = 4
+    """Arrangements (order, number and choice of chunks) of a group; epoch e visits arrangement e modulo this."""
+    held_out: PositiveInt = 24
+    """Groups that are never trained on, for validation."""
+    statistics_groups: PositiveInt = 256
+    """Groups of the statistics pass."""
+    groups_per_update: PositiveInt = 4
+    """Groups whose gradients are averaged in one update, over all workers."""
+    objective: Literal["mse", "huber"] = "mse"
+    """Loss on the normalised residual."""
+    huber_delta: PositiveFloat = 1.0
+    """Where the Huber loss turns linear, in units of the residual's RMS."""
+    learning_rate: PositiveFloat = 3e-4
+    """Peak learning rate of AdamW."""
+    min_learning_rate: NonNegativeFloat = 3e-5
+    """Learning rate at the last update, reached on a cosine."""
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the updates with a linearly growing learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's denominator floor."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's weight decay, on all parameters."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest gradient norm of an update."""
+    initial_gate: float = 0.0
+    """Start value of the blocks' gates; 0 (published) makes blocks the identity, 1 lets a short run learn sooner."""
+    residual_floor: NonNegativeFloat = 1e-3
+    """Least RMS of a residual coordinate, relative to the stale RMS; below it a coordinate has no loss weight."""
+    seed: NonNegativeInt = 7
+    """Seed of the held-out choice, the epochs' order and the arrangements."""
+    initialization_seed: NonNegativeInt = 853_119_240
+    """Seed of the fresh network's weights."""
+    checkpoint_every: PositiveInt = 100
+    """Updates between two checkpoints."""
+    validate_every: PositiveInt = 100
+    """Updates between two validations."""
+    workers: PositiveInt = 1
+    """Training workers, one target LLM each."""
+
+
 class Settings(BaseSettings):
     """All of CacheMend's settings."""
 
@@ -252,6 +312,7 @@ class Settings(BaseSettings):
     api: ApiSettings = ApiSettings()
     serve: ServeSettings = ServeSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    training: TrainingSettings = TrainingSettings()
 
     @field_validator("models_dir")
     @classmethod

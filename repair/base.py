@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -94,6 +94,15 @@ class Repairer(Protocol):
 
     def repair(self, request: RepairRequest) -> RepairedPrefix:
         """Mend a prefix. Called in a worker thread, one call at a time."""
+        ...
+
+
+@runtime_checkable
+class BatchRepairer(Repairer, Protocol):
+    """A repairer that gains from several requests at once: those that queued up together are mended together."""
+
+    def repair_batch(self, requests: Sequence[RepairRequest]) -> list[RepairedPrefix]:
+        """Mend prefixes, each as if alone. Called in a worker thread, one call at a time."""
         ...
 
 

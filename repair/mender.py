@@ -20,6 +20,7 @@ from kvcache.settings import Settings
 from kvcache.store import ChunkMiss, ChunkStore
 from kvcache.target import TargetLLM
 from repair.base import RepairedPrefix, Repairer, RepairRequest, joined
+from repair.batching import Batcher
 from repair.registry import UnknownMethodError, create
 from repair.types import MendRequest, MendResult
 
@@ -54,6 +55,7 @@ class Mender:
         self._fetchers = ThreadPoolExecutor(settings.store.read_parallelism, thread_name_prefix="fetch")
         # One pass at a time on the device, and one write of a repaired chunk at a time.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="repair")
+        self._batcher = Batcher(self._worker, settings.repair.batch_tokens)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._computing = threading.Lock()
         self._said: set[str] = set()
@@ -112,25 +114,25 @@ class Mender:
         hits: dict[str, int],
         misses: list[str],
     ) -> MendResult:
-        loop = asyncio.get_running_loop()
         begin = time.perf_counter()
         work = RepairRequest(request.chunks, stale, request.question_ids, request.params)
-        prefix = await loop.run_in_executor(self._worker, repairer.repair, work)
-        stages["repair"] = time.perf_counter() - begin
+        repaired = await asyncio.wrap_future(self._batcher.submit(repairer, work))
+        prefix = repaired.prefix
+        stages["repair_queue"] = time.perf_counter() - begin - repaired.seconds
+        stages.update(prefix.stages or {"repair": repaired.seconds})
         begin = time.perf_counter()
         writer = await self._reserve(request, prefix)
         if isinstance(writer, str):
             return self._fall_back(request, writer, stages, misses)
-        writing = self._worker.submit(prefix.write, self._target.rotary, writer.k, writer.v)
+        writing = self._worker.submit(self._write, prefix, writer)
         try:
-            await asyncio.shield(asyncio.wrap_future(writing))
+            stages["rotary"] = await asyncio.shield(asyncio.wrap_future(writing))
         except BaseException:
             # Cancelled meanwhile: the memory may be given back only when nobody writes into it any more.
             writing.add_done_callback(lambda _: writer.abandon())
             raise
         ticket = writer.commit()
-        stages["handoff"] = time.perf_counter() - begin
-        stages.update(prefix.stages)
+        stages["handoff"] = time.perf_counter() - begin - stages["rotary"]
         return MendResult(
             request.method,
             prefix.token_ids,
@@ -140,6 +142,12 @@ class Mender:
             {k: n for k, n in hits.items() if n},
             Counter(misses),
         )
+
+    def _write(self, prefix: RepairedPrefix, writer: HandoffWriter) -> float:
+        """Rotate straight into the hand-off's memory; returns seconds."""
+        begin = time.perf_counter()
+        prefix.write(self._target.rotary, writer.k, writer.v)
+        return time.perf_counter() - begin
 
     async def _reserve(self, request: MendRequest, prefix: RepairedPrefix) -> HandoffWriter | str:
         """Memory for the hand-off, or why there is none."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from repair.base import Repairer
+from repair.cacherepair import CacheRepair
 from repair.full import FullPrefill
 from repair.stale import StaleKV
 
-REPAIRERS: dict[str, type[Repairer]] = {cls.name: cls for cls in (FullPrefill, StaleKV)}
+REPAIRERS: dict[str, type[Repairer]] = {cls.name: cls for cls in (FullPrefill, StaleKV, CacheRepair)}
 
 
 class UnknownMethodError(ValueError):

@@ -31,7 +31,8 @@ class MendResult:
     rows: int = 0
     """KV rows handed off."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: `fetch`, `repair`, `handoff`, and what the method adds."""
+    """Seconds by stage: `fetch`; `repair_queue`, waiting for the device; `repair`, or what the method reports
+    (`transfer`, `mask`, `repair`); `rotary`, which turns the keys straight into the hand-off's memory; `handoff`."""
     hits: dict[str, int] = field(default_factory=dict)
     """Chunks by where they were found: `host`, `store`."""
     misses: dict[str, int] = field(default_factory=dict)

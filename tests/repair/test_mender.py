@@ -84,7 +84,7 @@ async def test_from_store_then_from_memory(rig):
     assert (first.hits, first.misses) == ({"store": 3}, {})
     assert (second.hits, second.misses) == ({"host": 3}, {})
     assert first.rows == sum(map(len, CHUNKS)) and first.fallback is None
-    assert set(first.stages) == {"fetch", "repair", "handoff"}
+    assert set(first.stages) == {"fetch", "repair_queue", "repair", "rotary", "handoff"}
     for one, two in zip(rig.read(first), rig.read(second), strict=True):
         assert torch.equal(one, two)
 

@@ -16,6 +16,12 @@ IDS = torch.randint(3, 512, (120,), generator=torch.Generator().manual_seed(2)).
 QUESTION = [9, 8, 7]
 
 
+@pytest.fixture
+def make(tiny, tmp_path):
+    """Creates a method by name, with the settings of its row."""
+    return lambda name: create(name, tiny, load_settings(repair=METHODS[name](tiny, tmp_path)))
+
+
 def request_for(target, chunks):
     return RepairRequest(chunks, [target.stale_kv([ids])[0] for ids in chunks], QUESTION)
 
@@ -39,34 +45,34 @@ def test_the_matrix_has_every_method():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_ids_stand_for_rows(tiny, name):
-    prefix = create(name, tiny, load_settings()).repair(request_for(tiny, [IDS[:40], IDS[40:]]))
+def test_ids_stand_for_rows(tiny, make, name):
+    prefix = make(name).repair(request_for(tiny, [IDS[:40], IDS[40:]]))
     assert prefix.rows in (0, len(prefix.token_ids))
     for part in written(tiny, prefix):
         assert torch.isfinite(part).all()
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_chunk_is_full_prefill(tiny, name):
-    prefix = create(name, tiny, load_settings()).repair(request_for(tiny, [IDS]))
+def test_one_chunk_is_full_prefill(tiny, make, name):
+    prefix = make(name).repair(request_for(tiny, [IDS]))
     assert list(prefix.token_ids) == IDS
     for got, want in zip(written(tiny, prefix), joint(tiny, IDS), strict=True):
         assert (got - want[:, : prefix.rows]).abs().max() < 1e-4 if prefix.rows else True
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_layer_zero_never_changes(tiny, name):
+def test_layer_zero_never_changes(tiny, make, name):
     """Layer 0's KV depends on token and position only, so any method must give full prefill's."""
-    prefix = create(name, tiny, load_settings()).repair(request_for(tiny, [IDS[:40], IDS[40:]]))
+    prefix = make(name).repair(request_for(tiny, [IDS[:40], IDS[40:]]))
     if prefix.rows == len(IDS):
         for got, want in zip(written(tiny, prefix), joint(tiny, IDS), strict=True):
             assert (got[0] - want[0]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_foreign_parameters_are_refused(tiny, name):
+def test_foreign_parameters_are_refused(make, name):
     with pytest.raises(MethodParamsError, match="no_such_parameter"):
-        create(name, tiny, load_settings()).check_params({"no_such_parameter": 1})
+        make(name).check_params({"no_such_parameter": 1})
 
 
 def test_unknown_method(tiny):
