@@ -9,11 +9,10 @@ can be killed at any point and started again.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,17 @@ import torch
 from kvcache.chunk import ChunkKV
 from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings
-from kvcache.store import ChunkStore
+from kvcache.store import ChunkStore, StoreError
 from kvcache.target import TargetLLM, load_tokenizer
 from pipelines.placement import for_workers, target_actors
-from pipelines.staging import Progress, quiet_ray_data
+from pipelines.ray_data import Progress, quiet_ray_data
 from retrieval.chunking import tokenizer_digest
 from retrieval.corpus import Corpus
 
 _MOST_TASKS = 1024
 """Tasks of one job: enough to share out and to show progress, few enough to keep track of."""
+_BATCHES_PER_TASK = 4
+"""Batches of a task, where there are enough: all writes but those of its last batch go on while others are computed."""
 _LOOK_UPS = 1024
 _BATCH = pa.list_(pa.list_(pa.int32()))
 
@@ -117,37 +118,9 @@ def plan(corpus: str, settings: Settings, progress: Progress | None = None) -> P
         StoreError: the store cannot be read.
     """
     settings = for_workers(settings)
-    store, tokenizer = ChunkStore.of(settings), load_tokenizer(settings)
-    store.check_target()
-    snapshot = Corpus.open(settings.corpora_uri, corpus, columns=["token_ids"])
-    owner = snapshot.manifest.owner
-    mine = {"tokenizer_digest": tokenizer_digest(tokenizer), "target_model": settings.target.model}
-    owner.check(corpus, owner.model_copy(update=mine))
-
-    header = PromptTemplate(tokenizer, settings.prompt).header_ids()
-    every = [np.asarray(header, dtype=np.int32), *_token_rows(snapshot.table["token_ids"])]
-    chunks = {store.format.key(ids): ids for ids in every}
-    longest = store.format.geometry.max_positions
-    failed = [
-        FailedChunk(key, len(ids), f"longer than the model's {longest} positions")
-        for key, ids in chunks.items()
-        if len(ids) > longest
-    ]
-    usable = [ids for ids in chunks.values() if len(ids) <= longest]
-    missing = list(_missing(usable, store, settings, progress))
-    batches = list(_batches(missing, settings.pipeline.batch_tokens))
-    tokens = sum(map(len, missing))
-    return PrecomputePlan(
-        corpus=corpus,
-        generation=snapshot.generation,
-        chunks=len(chunks),
-        missing=len(missing),
-        tokens=tokens,
-        bytes=sum(store.format.size(len(ids)) for ids in missing),
-        seconds_estimate=_estimate(batches, tokens, settings) if batches else 0.0,
-        failed=failed,
-        work=batches,
-    )
+    survey = _survey(corpus, settings, progress)
+    seconds = _estimate(survey._work, survey.tokens, settings) if survey.missing else 0.0
+    return replace(survey, seconds_estimate=seconds, work=survey._work)
 
 
 def precompute(what: PrecomputePlan | str, settings: Settings, progress: Progress | None = None) -> PrecomputeReport:
@@ -164,19 +137,22 @@ def precompute(what: PrecomputePlan | str, settings: Settings, progress: Progres
         Exception: as `plan`, where it is given a name.
     """
     begin = time.perf_counter()
-    todo = what if isinstance(what, PrecomputePlan) else plan(what, settings, progress)
     settings = for_workers(settings)
+    todo = what if isinstance(what, PrecomputePlan) else _survey(what, settings, progress)
     store = ChunkStore.of(settings)
     store.claim()  # before a model is loaded anywhere: can this store be written to?
     store.sweep()
     computed, tokens, written, failed = 0, 0, 0, list(todo.failed)
     if todo.missing and progress:
         progress("compute", 0, todo.missing)
-    for row in _run(todo._work, settings):
-        if row["reason"]:
-            failed.append(FailedChunk(row["key"], row["tokens"], row["reason"]))
-        else:
-            computed, tokens, written = computed + 1, tokens + row["tokens"], written + row["bytes"]
+    for rows in _run(todo._work, settings):
+        for row in rows:
+            if row["fatal"]:
+                raise PrecomputeError(f"precompute stopped: {row['reason']}")
+            if row["reason"]:
+                failed.append(FailedChunk(row["key"], row["tokens"], row["reason"]))
+            else:
+                computed, tokens, written = computed + 1, tokens + row["tokens"], written + row["bytes"]
         if progress:
             progress("compute", computed + len(failed) - len(todo.failed), todo.missing)
     return PrecomputeReport(todo.chunks, computed, tokens, written, time.perf_counter() - begin, failed)
@@ -195,30 +171,69 @@ class ChunkWriter:
         self._target = TargetLLM.load(settings=settings)
         self._store = ChunkStore.of(settings)
         self._writers = ThreadPoolExecutor(settings.store.read_parallelism, thread_name_prefix="write")
-        self._computing = threading.Lock()
 
-    def __call__(self, table: pa.Table) -> pa.Table:
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Compute and store the chunks of some prefill batches.
 
         Args:
             table: column `batch`, lists of chunks.
 
-        Returns:
-            A row per chunk: `key`, `tokens`, `bytes` written, `reason` why it was not stored (empty when it was).
+        Yields:
+            A row per chunk: `key`, `tokens`, `bytes` written, `reason` why it was not stored (empty when it was), and
+            whether that reason is `fatal` for the job. As a row, because an exception would reach the driver as text.
         """
-        rows: list[dict[str, Any]] = []
+        writing: Iterable[dict[str, Any]] = ()
         for batch in table["batch"].to_pylist():
-            with self._computing:  # calls overlap: one computes while another waits for its writes
-                chunks = self._target.stale_kv(batch)
-            rows += self._writers.map(self._put, chunks)
-        return pa.Table.from_pylist(rows)
+            chunks = self._target.stale_kv(batch)
+            # At most one batch waits in memory: its writes end before those of the next begin.
+            yield from _rows(writing)
+            writing = self._writers.map(self._put, chunks)
+        yield from _rows(writing)
 
     def _put(self, chunk: ChunkKV) -> dict[str, Any]:
-        row = {"key": self._store.format.key(chunk.token_ids), "tokens": len(chunk.token_ids), "bytes": 0, "reason": ""}
+        row = {"key": self._store.format.key(chunk.token_ids), "tokens": len(chunk.token_ids), "bytes": 0}
         try:
-            return {**row, "bytes": self._store.put(chunk)}
-        except ValueError as error:  # this chunk's own fault; a StoreError ends the job
-            return {**row, "reason": str(error)}
+            return {**row, "bytes": self._store.put(chunk), "reason": "", "fatal": False}
+        except (ValueError, StoreError) as error:  # the chunk's own fault, or the store's
+            return {**row, "reason": str(error), "fatal": isinstance(error, StoreError)}
+
+
+def _rows(written: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:
+    if rows := list(written):
+        yield pa.Table.from_pylist(rows)
+
+
+def _survey(corpus: str, settings: Settings, progress: Progress | None) -> PrecomputePlan:
+    """A plan without an estimate of its duration."""
+    store, tokenizer = ChunkStore.of(settings), load_tokenizer(settings)
+    store.check_target()
+    snapshot = Corpus.open(settings.corpora_uri, corpus, columns=["token_ids"])
+    owner = snapshot.manifest.owner
+    mine = {"tokenizer_digest": tokenizer_digest(tokenizer), "target_model": settings.target.model}
+    owner.check(corpus, owner.model_copy(update=mine))
+
+    header = PromptTemplate(tokenizer, settings.prompt).header_ids()
+    every = [np.asarray(header, dtype=np.int32), *_token_rows(snapshot.table["token_ids"])]
+    chunks = {store.format.key(ids): ids for ids in every}
+    longest = store.format.geometry.max_positions
+    failed = [
+        FailedChunk(key, len(ids), f"longer than the model's {longest} positions")
+        for key, ids in chunks.items()
+        if len(ids) > longest
+    ]
+    usable = [ids for ids in chunks.values() if len(ids) <= longest]
+    missing = list(_missing(usable, store, settings, progress))
+    return PrecomputePlan(
+        corpus=corpus,
+        generation=snapshot.generation,
+        chunks=len(chunks),
+        missing=len(missing),
+        tokens=sum(map(len, missing)),
+        bytes=sum(store.format.size(len(ids)) for ids in missing),
+        seconds_estimate=0.0,
+        failed=failed,
+        work=list(length_batches(missing, settings.pipeline.batch_tokens)),
+    )
 
 
 def _token_rows(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
@@ -241,7 +256,7 @@ def _missing(
                 progress("look up", done + len(part), len(chunks))
 
 
-def _batches(chunks: Iterable[np.ndarray], batch_tokens: int) -> Iterator[list[np.ndarray]]:
+def length_batches(chunks: Iterable[np.ndarray], batch_tokens: int) -> Iterator[list[np.ndarray]]:
     """Group chunks of like length, longest first, `batch_tokens` padded tokens at most (or a single chunk)."""
     batch: list[np.ndarray] = []
     for ids in sorted(chunks, key=len, reverse=True):
@@ -253,36 +268,37 @@ def _batches(chunks: Iterable[np.ndarray], batch_tokens: int) -> Iterator[list[n
         yield batch
 
 
-def _run(batches: list[list[np.ndarray]], settings: Settings) -> Iterator[dict[str, Any]]:
+def _run(batches: list[list[np.ndarray]], settings: Settings) -> Iterator[list[dict[str, Any]]]:
     if not batches:
         return
-    per_task = math.ceil(len(batches) / _MOST_TASKS)
+    resources, actors = target_actors(settings)
+    per_task = max(math.ceil(len(batches) / _MOST_TASKS), min(_BATCHES_PER_TASK, len(batches) // actors)) or 1
     tables = [
         pa.table({"batch": pa.array(batches[start : start + per_task], _BATCH)})
         for start in range(0, len(batches), per_task)
     ]
-    resources, actors = target_actors(settings)
     with quiet_ray_data():
-        rows = ray.data.from_arrow(tables).map_batches(
+        # `from_blocks` keeps one table one task; `from_arrow` would start a task for each just to read its schema.
+        rows = ray.data.from_blocks(tables).map_batches(
             ChunkWriter,
             batch_size=per_task,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=min(actors, len(tables))),
             fn_constructor_args=(settings, int(resources["num_cpus"])),
-            max_concurrency=2,
             **resources,
         )
         try:
             for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
-                yield from table.to_pylist()
+                yield table.to_pylist()
         except ray.exceptions.RayError as error:
-            raise PrecomputeError(f"precompute stopped: {_root_cause(error)}") from error
+            # The last line of Ray's text names the error; the traceback before it stays in the cause.
+            raise PrecomputeError(f"precompute stopped: {str(error).strip().splitlines()[-1]}") from error
 
 
 def _estimate(batches: list[list[np.ndarray]], tokens: int, settings: Settings) -> float:
     resources, actors = target_actors(settings)
     middle = batches[len(batches) // 2]
-    timed = ray.remote(max_calls=1, **resources)(_time_batch)
+    timed = ray.remote(**resources)(_time_batch)
     ids = [row.tolist() for row in middle]
     loading, computing = ray.get(timed.remote(settings, ids, int(resources["num_cpus"])))
     return loading + computing / sum(map(len, middle)) * tokens / min(actors, len(batches))
@@ -297,9 +313,3 @@ def _time_batch(settings: Settings, batch: list[list[int]], threads: int) -> tup
     loaded = time.perf_counter()
     target.stale_kv(batch)
     return loaded - begin, time.perf_counter() - loaded
-
-
-def _root_cause(error: BaseException) -> str:
-    while (cause := getattr(error, "cause", None) or error.__cause__) is not None:
-        error = cause
-    return f"{type(error).__name__}: {error}"
