@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cachemend import ui
-from cachemend.commands import ask, corpus, demo, models, store
+from cachemend.commands import ask, corpus, demo, models, store, train
 
 OWN_PACKAGES = ("cachemend", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
@@ -97,4 +97,5 @@ app.command("ingest")(corpus.ingest)
 app.command("precompute")(corpus.precompute)
 app.command("ask")(ask.ask)
 app.command("demo")(demo.demo)
+app.command("train")(train.train)
 app.add_typer(store.app, name="store")

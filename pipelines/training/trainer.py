@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training worker: statistics, updates, validation, checkpoints; and going on exactly where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvcache.settings import Settings, TrainingSettings
+from kvcache.target import TargetLLM
+from pipelines.training.curve import Curve
+from pipelines.training.groups import Chunk, TokenGroup, arrange, epoch_order
+from pipelines.training.objectives import document_loss, objective
+from pipelines.training.pairs import PairSource, TrainingPair
+from pipelines.training.state import Progress, load_state, save_state
+from pipelines.training.statistics import Statistics, measure
+from pipelines.training.validation import Validation, validate
+from repair.checkpoint import save_checkpoint
+from repair.network import SIZES, RepairNetwork
+
+STATE_FILE = "state.safetensors"
+CURVE_FILE = "curve.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What is trained, on what, for how long, and where it goes.
+
+    Attributes:
+        training: groups to train on.
+        validation: groups never trained on.
+        header: the header chunk.
+        size: a key of `repair.network.SIZES`.
+        updates: length of the run, and horizon of the learning rate.
+        output: directory of checkpoint, state and curve; every worker sees it.
+    """
+
+    training: list[TokenGroup]
+    validation: list[TokenGroup]
+    header: Chunk
+    size: str
+    updates: int
+    output: Path
+
+    def digest(self, fingerprint: str, settings: TrainingSettings) -> str:
+        """SHA-256 over all that decides the numbers of a run."""
+        free = {"cache_dir", "cache_bytes", "checkpoint_every", "validate_every", "workers"}
+        parts = [fingerprint, settings.model_dump(exclude=free), self.size, self.updates, self.header]
+        parts += [[group.name, group.chunks] for group in (*self.training, *self.validation)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Trainer:
+    """Trains one repair network; several of them, one per worker, share the groups of each update.
+
+    Args:
+        target: the target LLM.
+        job: what to do.
+        settings: `settings.training` is the recipe.
+        rank, world: this worker, of how many; more than one needs an initialised process group.
+    """
+
+    def __init__(self, target: TargetLLM, job: TrainingJob, settings: Settings, rank: int = 0, world: int = 1) -> None:
+        self._recipe = settings.training
+        if self._recipe.groups_per_update < world:
+            raise ValueError(
+                f"training.groups_per_update ({self._recipe.groups_per_update}) is less than the {world} workers"
+            )
+        self._target, self._job, self._rank, self._world = target, job, rank, world
+        self._model = settings.target.model
+        self._pairs = PairSource(target, settings)
+        self._digest = job.digest(target.fingerprint, self._recipe)
+        self._loss = objective(self._recipe.objective, self._recipe.huber_delta)
+        self.network = self._fresh_network()
+        self._parameters = [p for p in self.network.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=self._recipe.learning_rate,
+            betas=self._recipe.betas,
+            eps=self._recipe.epsilon,
+            weight_decay=self._recipe.weight_decay,
+        )
+        self._curve = Curve(job.output / CURVE_FILE)
+
+    def run(self) -> Validation:
+        """Train to the end, from the start or from the saved state.
+
+        Returns:
+            The last validation.
+
+        Raises:
+            StateError: the state cannot be read or written, or belongs to another run.
+            FloatingPointError: the loss is not finite any more.
+        """
+        saved = load_state(self._job.output / STATE_FILE, self.network, self._optimizer, self._digest)
+        if saved is None:
+            self._set_statistics()
+            saved = Progress(self._digest, 0)
+        update, best = saved.update, saved.best
+        self._weight = self.statistics.weight.to(self._target.device)
+        if self._rank == 0:
+            self._curve.begin(update)
+        found = None
+        while update < self._job.updates:
+            self._curve.add(self._update(update), write=self._rank == 0)
+            update += 1
+            last = update == self._job.updates
+            if self._rank == 0:
+                if update % self._recipe.validate_every == 0 or last:
+                    found = self._validate(update)
+                    if best is None or found.repaired.nmse < best:
+                        best = found.repaired.nmse
+                        self._publish(update, found)
+                if update % self._recipe.checkpoint_every == 0 or last:
+                    self.checkpoint(update, best)
+        return found or validate(self.network, self._held_out(), self.statistics)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What normalises, in host memory."""
+        sigmas = self.network.sigma_stale.cpu(), self.network.sigma_delta.cpu()
+        return Statistics(*sigmas, floor=self._recipe.residual_floor)
+
+    def training_pairs(self) -> Iterator[TrainingPair]:
+        """The training groups, each in its first arrangement."""
+        return (self._pair(group, 0) for group in self._job.training)
+
+    def checkpoint(self, update: int, best: float | None) -> None:
+        """Save the state after that many updates.
+
+        Raises:
+            StateError: it could not be written; the one before is intact.
+        """
+        progress = Progress(self._digest, update, best)
+        save_state(self._job.output / STATE_FILE, self.network, self._optimizer, progress)
+
+    def _fresh_network(self) -> RepairNetwork:
+        torch.manual_seed(self._recipe.initialization_seed)
+        network = RepairNetwork(SIZES[self._job.size], self._target.geometry, self._target.model.get_input_embeddings())
+        with torch.no_grad():
+            for block in network.blocks:
+                for gate in block.ada.chunk(6)[2::3]:  # (shift, scale, gate) of attention, then of the MLP
+                    gate.fill_(self._recipe.initial_gate)
+        return network.to(self._target.device)
+
+    def _set_statistics(self) -> None:
+        chosen = self._job.training[: self._recipe.statistics_groups]
+        mine = (self._pair(group, 0) for group in chosen[self._rank :: self._world])
+        sums = measure(mine, tuple(self.network.sigma_stale.shape))
+        if self._world > 1:
+            for total in (sums.stale, sums.residual, sums.tokens):
+                dist.all_reduce(total)
+        statistics = sums.statistics(self._recipe.residual_floor)
+        self.network.sigma_stale.copy_(statistics.sigma_stale)
+        self.network.sigma_delta.copy_(statistics.sigma_delta)
+
+    def _update(self, update: int) -> dict[str, Any]:
+        begin = time.perf_counter()
+        self._optimizer.zero_grad()
+        loss_sum, tokens = torch.zeros(()), 0
+        for pair in self._batch(update):
+            predicted = self.network.forward_packed(pair.stale, pair.tokens, [pair.lengths])
+            true = pair.residual.to(predicted.device) / self.network.sigma_delta
+            loss = document_loss(predicted, true, self._weight, self._loss) / self._recipe.groups_per_update
+            loss.backward()
+            loss_sum += loss.detach().cpu()
+            tokens += len(pair.tokens)
+        if self._world > 1:
+            for tensor in (loss_sum, *(p.grad for p in self._parameters)):
+                dist.all_reduce(tensor)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip_norm)
+        if not (math.isfinite(loss_sum) and math.isfinite(norm)):
+            raise FloatingPointError(f"update {update + 1}: loss {float(loss_sum)}, gradient norm {float(norm)}")
+        rate = learning_rate(update, self._job.updates, self._recipe)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        return {
+            "update": update + 1,
+            "loss": float(loss_sum),
+            "learning_rate": rate,
+            "gradient_norm": float(norm),
+            "tokens": tokens,
+            "seconds": time.perf_counter() - begin,
+        }
+
+    def _batch(self, update: int) -> Iterator[TrainingPair]:
+        """This worker's pairs of an update."""
+        size, groups = self._recipe.groups_per_update, self._job.training
+        mine = list(visits(update * size, (update + 1) * size, len(groups), self._recipe))[self._rank :: self._world]
+        return (self._pair(groups[index], variant) for index, variant in mine)
+
+    def _held_out(self) -> Iterator[TrainingPair]:
+        return (self._pair(group, 0) for group in self._job.validation)
+
+    def _pair(self, group: TokenGroup, variant: int) -> TrainingPair:
+        chunks = arrange(group, self._job.header, self._recipe.seed, variant, self._recipe.max_tokens)
+        return self._pairs.pair(chunks)
+
+    def _validate(self, update: int) -> Validation:
+        found = validate(self.network, self._held_out(), self.statistics)
+        self._curve.add({"update": update, "validation": found.as_dict()})
+        return found
+
+    def _publish(self, update: int, found: Validation) -> None:
+        """Write the checkpoint that people load."""
+        save_checkpoint(
+            self.network,
+            self._job.output,
+            self._target,
+            target_model_id=Path(self._model).name if Path(self._model).is_dir() else self._model,
+            capacity=self._job.size,
+            training=self._account(update, found),
+        )
+
+    def _account(self, update: int, found: Validation) -> dict[str, Any]:
+        """The `training` section of a checkpoint's config, with the published keys where there are such."""
+        recipe = self._recipe
+        return {
+            "seed": recipe.seed,
+            "initialization_seed": recipe.initialization_seed,
+            "effective_document_batch": recipe.groups_per_update,
+            "groups": len(self._job.training),
+            "arrangements_per_group": recipe.variants,
+            "checkpoint_step": update,
+            "learning_rate_horizon_updates": self._job.updates,
+            "objective": recipe.objective,
+            "optimizer": {
+                "name": "AdamW",
+                "betas": list(recipe.betas),
+                "epsilon": recipe.epsilon,
+                "weight_decay": recipe.weight_decay,
+                "gradient_clip_norm": recipe.clip_norm,
+            },
+            "learning_rate": {
+                "peak": recipe.learning_rate,
+                "minimum": recipe.min_learning_rate,
+                "decay": "cosine",
+                "warmup_fraction": recipe.warmup_fraction,
+            },
+            "initial_gate": recipe.initial_gate,
+            "residual_floor": recipe.residual_floor,
+            "validation": {
+                "normalized_mse": found.repaired.nmse,
+                "stale_normalized_mse": found.stale.nmse,
+                **found.as_dict(),
+            },
+        }
+
+
+def learning_rate(update: int, horizon: int, recipe: TrainingSettings) -> float:
+    """Rate of an update (0-based): linear warm-up, then a cosine that ends at the minimum with the horizon."""
+    warmup = round(recipe.warmup_fraction * horizon)
+    if update < warmup:
+        return recipe.learning_rate * (update + 1) / warmup
+    done = (update - warmup) / max(1, horizon - 1 - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return recipe.min_learning_rate + (recipe.learning_rate - recipe.min_learning_rate) * cosine
+
+
+def visits(start: int, stop: int, groups: int, recipe: TrainingSettings) -> Iterator[tuple[int, int]]:
+    """Group index and variant of visits `start` to `stop`, counted from the beginning of the run."""
+    epoch, order = -1, []
+    for visit in range(start, stop):
+        if visit // groups != epoch:
+            epoch = visit // groups
+            order = epoch_order(groups, recipe.seed, epoch)
+        yield order[visit % groups], epoch % recipe.variants
