@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cachemend import report, ui
 from cachemend.client import Answer, Client
@@ -70,7 +68,6 @@ def run(settings: Settings, limit: int | None = None) -> dict[str, Any]:
         with _service() as client:
             ui.heading("4/4 questions")
             rows = ask_all(client, questions, settings.repair.methods)
-            ui.say("stopping the service")
     report.print_tables(rows)
     return report.as_json(rows, {model.name: model.origin for model in models})
 
@@ -96,18 +93,16 @@ def prepare_corpus(settings: Settings) -> None:
 
 def ask_all(client: Client, questions: Sequence[Question], methods: Sequence[str]) -> list[Row]:
     """Ask every question with every method, one at a time; the methods take turns, so that noise falls on all alike."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    ui.say(f"warming up {', '.join(methods)}")
+    for method in methods:
+        _ask(client, questions[0], method)  # the first request of a method pays for one-time work: not counted
     rows = []
-    with Progress(*columns, console=ui.log, transient=True) as progress:
-        task = progress.add_task("warming up", total=len(methods) * (len(questions) + 1))
+    for number, question in enumerate(questions, start=1):
+        ui.say(f"{number} of {len(questions)}: {question.question}")
         for method in methods:
-            _ask(client, questions[0], method)  # the first request of a method pays for one-time work: not counted
-            progress.advance(task)
-        for question in questions:
-            for method in methods:
-                progress.update(task, description=f"{method}: {question.question[:48]}")
-                rows.append(Row(method, question, _ask(client, question, method)))
-                progress.advance(task)
+            answer = _ask(client, question, method)
+            rows.append(Row(method, question, answer))
+            ui.say(f"  {method:8} first token after {ui.duration(answer.ttft_s)}: {report.one_line(answer.text)}")
     return rows
 
 
@@ -117,14 +112,16 @@ def _ask(client: Client, question: Question, method: str) -> Answer:
 
 @contextmanager
 def _service() -> Iterator[Client]:
-    with ui.log.status("starting the service") as status:
+    with ExitStack() as stack:
+        with ui.waiting("starting the service") as heartbeat:
 
-        def show(waited: float) -> None:
-            status.update(f"starting the repair actor and vLLM: {waited:.0f} s (one to two minutes on two cores)")
+            def show(waited: float) -> None:
+                heartbeat.tell(f"starting the repair actor and vLLM: {waited:.0f} s (one to two minutes on two cores)")
 
-        with running_service(APPLICATION, show) as client:
-            status.stop()
-            yield client
+            client = stack.enter_context(running_service(APPLICATION, show))
+        ui.say(f"ready at {client.url}")
+        yield client
+        ui.say("stopping the service")
 
 
 @contextmanager

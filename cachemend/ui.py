@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -12,9 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 out = Console()
 log = Console(stderr=True)
+LOG_EVERY_S = 15.0
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object for a program, instead of text for a person.")
@@ -36,17 +39,43 @@ def error(message: str) -> None:
     log.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
+class Heartbeat:
+    """Reports a wait on stderr: live on a terminal, a line every `LOG_EVERY_S` where stderr goes to a file."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._said_at = time.monotonic()
+
+    def tell(self, message: str) -> None:
+        """Replace the message shown."""
+        if log.is_terminal:
+            self._status.update(message)
+        elif time.monotonic() - self._said_at >= LOG_EVERY_S:
+            self._said_at = time.monotonic()
+            say(f"  {message}")
+
+
+@contextmanager
+def waiting(message: str) -> Iterator[Heartbeat]:
+    """Show that something is being waited for."""
+    with log.status(message) as status:
+        yield Heartbeat(status)
+
+
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show a progress bar per stage on stderr; the callback is told (stage, done, total or None)."""
     columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log) as progress:
         bars: dict[str, TaskID] = {}
+        heartbeat = Heartbeat(Status("", console=log))
 
         def tell(stage: str, done: int, total: int | None) -> None:
             if stage not in bars:
                 bars[stage] = progress.add_task(stage)
             progress.update(bars[stage], completed=done, total=total)
+            if not log.is_terminal:
+                heartbeat.tell(f"{stage}: {done:,} of {total or '?'}")
 
         yield tell
 
