@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import ray.data
 
@@ -15,9 +16,6 @@ from retrieval.embedding import TextEmbedder
 
 EmbedderFactory = Callable[[Settings], TextEmbedder]
 
-_BATCHES_PER_CALL = 4
-"""Forward passes per batch of an actor: the embedder sorts by length within it."""
-
 
 def embed_texts(texts: pa.ChunkedArray, settings: Settings, embedder: EmbedderFactory, progress: Progress) -> pa.Array:
     """Embed texts in a pool of actors, one embedding model each.
@@ -25,8 +23,9 @@ def embed_texts(texts: pa.ChunkedArray, settings: Settings, embedder: EmbedderFa
     Returns:
         Unit vectors, fixed-size lists of float32, in the order of the texts.
     """
-    batch = settings.embedding.batch_size * _BATCHES_PER_CALL
+    batch = settings.embedding.batch_size
     table = pa.table({"row": pa.array(range(len(texts)), pa.int64()), "text": texts})
+    table = table.take(pc.sort_indices(pc.utf8_length(table["text"])))  # texts of like length share a forward pass
     blocks = [table.slice(start, batch) for start in range(0, len(table), batch)]
     with quiet_ray_data():
         gpus = ray.cluster_resources().get("GPU", 0) if settings.embedding.device != "cpu" else 0
