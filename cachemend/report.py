@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from cachemend import ui
+from cachemend.client import WHOLES
 
 if TYPE_CHECKING:
     from cachemend.demo import Row
 
 REFERENCE = "full"
-LEAST_MS = 1.0
 
 
 def one_line(text: str) -> str:
@@ -49,31 +51,25 @@ def as_json(rows: Sequence[Row], models: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    """Print one line per question and method, then one per method."""
-    table = Table(show_lines=False, pad_edge=False)
-    for heading, options in (
-        ("question", {"ratio": 3}),
-        ("gold", {"ratio": 1}),
-        ("method", {"no_wrap": True}),
-        ("answer", {"ratio": 3}),
-        ("TTFT", {"justify": "right", "no_wrap": True}),
-        ("cached", {"justify": "right", "no_wrap": True}),
-        ("where the time went", {"ratio": 3}),
-    ):
-        table.add_column(heading, **options)
+    """Print a line per question and method, then one per method."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption="times in milliseconds; TTFT: time to first token")
+    table.add_column("method", no_wrap=True)
+    table.add_column("question, gold, answer", ratio=1)
+    for heading in ("TTFT", "cached", *WHOLES):
+        table.add_column(heading, justify="right", no_wrap=True)
     for index, row in enumerate(rows):
-        first = index == 0 or rows[index - 1].question is not row.question
-        if first and index:
-            table.add_section()
+        if index == 0 or rows[index - 1].question is not row.question:
+            if index:
+                table.add_section()
+            gold = " / ".join(row.question.answers)
+            table.add_row("", Text(f"{row.question.question} [{gold}]", style="bold"))
         answer = row.answer
         table.add_row(
-            _plain(row.question.question if first else ""),
-            _plain(" / ".join(row.question.answers) if first else ""),
             row.method,
-            _plain(one_line(answer.text)),
-            f"{answer.ttft_s * 1e3:,.0f} ms",
+            Text(one_line(answer.text)),
+            f"{answer.ttft_s * 1e3:,.0f}",
             f"{answer.cached_tokens}/{answer.prompt_tokens}",
-            answer.where_time_went(LEAST_MS),
+            *(f"{answer.stages_ms[whole]:,.0f}" if whole in answer.stages_ms else "" for whole in WHOLES),
         )
     ui.out.print(table)
     ui.out.print(_summary_table(rows))
@@ -82,15 +78,15 @@ def print_tables(rows: Sequence[Row]) -> None:
 def _summary_table(rows: Sequence[Row]) -> Table:
     methods = as_json(rows, {})["methods"]
     reference = methods.get(REFERENCE, {}).get("ttft_ms", {}).get("p50")
-    table = Table(title="first token, per method")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "method",
         "questions",
         "TTFT p50",
         "TTFT p95",
-        f"{REFERENCE} / method",
-        "cached tokens",
-        "gold in answer",
+        f"{REFERENCE} / it",
+        "cached",
+        "gold found",
     ):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for method, one in methods.items():
@@ -129,9 +125,3 @@ def _row_json(row: Row) -> dict[str, Any]:
         "stages_ms": row.answer.stages_ms,
         "chunk_ids": [cited.get("chunk_id") for cited in row.answer.citations],
     }
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
