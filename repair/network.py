@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 from torch import nn
 
 from kvcache.geometry import Geometry
-from repair.visibility import Attention, Visibility, has_flex
+from repair.visibility import Attention, Visibility, compiled_flex, has_flex
 
 _EXACT_LAST = 3
 """Blocks at the end that never use FlexAttention."""
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         low, high = qk.chunk(2, dim=-1)
         qk = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(v.dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (qk[:, 0], qk[:, 1], v))
-        mixed = (visibility.attend_flex if flex else visibility.attend)(q, k, v)
+        mixed = visibility.attend_flex(q, k, v, compiled_flex()) if flex else visibility.attend(q, k, v)
         return self.proj(mixed[0].transpose(0, 1).flatten(1))
 
 

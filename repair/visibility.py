@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,20 +84,26 @@ class Visibility:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def attend_flex(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The same by FlexAttention (CUDA); rows are padded to a bucket so that few shapes are compiled."""
+    def attend_flex(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flex: Callable[..., Any]) -> torch.Tensor:
+        """The same by FlexAttention, padded to a bucket so that few shapes are compiled.
+
+        Meant for CUDA and never run there by our tests, which compare it on CPU with FlexAttention's own reference.
+
+        Args:
+            flex: `torch.nn.attention.flex_attention.flex_attention`, or that compiled.
+        """
         n = q.shape[2]
         padding = (0, 0, 0, self._bucket - n)
         q, k, v = (F.pad(x, padding) for x in (q, k, v))
-        return _compiled_flex()(q, k, v, block_mask=self._block_mask)[:, :, :n]
+        return flex(q, k, v, block_mask=self.block_mask)[:, :, :n]
 
     @property
     def _bucket(self) -> int:
         return max(_TILE, 1 << (len(self.positions) - 1).bit_length())
 
     @functools.cached_property
-    def _block_mask(self) -> Any:
-        """The block mask, from the least and greatest ends of the runs in each tile of rows."""
+    def block_mask(self) -> Any:
+        """FlexAttention's block mask, from the least and greatest ends of the runs in each tile of rows."""
         from torch.nn.attention.flex_attention import BlockMask
 
         device, size = self.positions.device, self._bucket
@@ -131,7 +137,8 @@ def _listed(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def _compiled_flex() -> Any:
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention, compiled once per shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
