@@ -19,7 +19,9 @@ TINY = RepairConfig(d_b=32, n_blocks=4, n_heads=2, d_seg=4)
 def random_network(target: TargetLLM, config: RepairConfig = TINY, seed: int = 0) -> RepairNetwork:
     """A network far from fresh, whose every weight matters; like a trained one it leaves layer 0 alone."""
     generator = torch.Generator().manual_seed(seed)
-    network = RepairNetwork(config, target.geometry, target.model.get_input_embeddings()).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = RepairNetwork(config, target.geometry, target.model.get_input_embeddings()).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.requires_grad:
