@@ -3,7 +3,8 @@
 
 A write is visible only when whole. On object stores (S3, GCS, Azure) a put is atomic; elsewhere the bytes go to a
 temporary file in the same folder, which is renamed. Temporary files that a killed writer left are never read, and
-`sweep` removes them.
+`sweep` removes them. A writer killed within an S3 multipart upload (objects above 10 MiB) leaves parts that nobody
+sees but somebody pays for: give the bucket a lifecycle rule that aborts incomplete uploads.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from retrieval.corpus import Corpus
 
 _MOST_TASKS = 1024
 """Tasks of one job: enough to share out and to show progress, few enough to keep track of."""
-_BATCHES_PER_TASK = 4
+BATCHES_PER_TASK = 4
 """Batches of a task, where there are enough: all writes but those of its last batch go on while others are computed."""
 _LOOK_UPS = 1024
 _BATCH = pa.list_(pa.list_(pa.int32()))
@@ -272,7 +272,7 @@ def _run(batches: list[list[np.ndarray]], settings: Settings) -> Iterator[list[d
     if not batches:
         return
     resources, actors = target_actors(settings)
-    per_task = max(math.ceil(len(batches) / _MOST_TASKS), min(_BATCHES_PER_TASK, len(batches) // actors)) or 1
+    per_task = max(math.ceil(len(batches) / _MOST_TASKS), min(BATCHES_PER_TASK, len(batches) // actors)) or 1
     tables = [
         pa.table({"batch": pa.array(batches[start : start + per_task], _BATCH)})
         for start in range(0, len(batches), per_task)

@@ -315,6 +315,15 @@ def test_chunk_of_wrong_shape_is_not_stored(tmp_path: Path, k_shape, token_ids) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_not_stored(tmp_path: Path, bad: float) -> None:
+    chunk = make_chunk(5, 9)
+    chunk.v[-1, -1, -1, -1] = bad
+    with pytest.raises(ValueError, match="v is not finite"):
+        make_store(tmp_path).put(chunk)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_values_beyond_the_storage_dtype_are_not_stored(tmp_path: Path) -> None:
     chunk = make_chunk(5, 9)
     chunk.k[0, 0, 0, 0] = 70_000.0  # infinite as float16
