@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,10 @@ def _service() -> Iterator[Client]:
             def show(waited: float) -> None:
                 heartbeat.tell(f"starting the repair actor and vLLM: {waited:.0f} s (one to two minutes on two cores)")
 
-            client = stack.enter_context(running_service(APPLICATION, show))
+            stopping = partial(ui.say, "stopping the service")
+            client = stack.enter_context(running_service(APPLICATION, show, stopping))
         ui.say(f"ready at {client.url}")
         yield client
-        ui.say("stopping the service")
 
 
 @contextmanager

@@ -34,12 +34,15 @@ class ServiceStartError(RuntimeError):
 
 
 @contextmanager
-def running_service(import_path: str, on_wait: Callable[[float], None]) -> Iterator[Client]:
+def running_service(
+    import_path: str, on_wait: Callable[[float], None], on_stop: Callable[[], None] = lambda: None
+) -> Iterator[Client]:
     """Run the Serve application for the length of a `with` block.
 
     Args:
         import_path: `module:application`.
         on_wait: called about once a second with the seconds waited for the service so far.
+        on_stop: called before the service is stopped, however the block ends; stopping takes some seconds.
 
     Raises:
         ServiceStartError: it ended, or was not ready in `READY_TIMEOUT_S`.
@@ -64,13 +67,30 @@ def running_service(import_path: str, on_wait: Callable[[float], None]) -> Itera
             start_new_session=True,
             env=_environment(),
         )
+    keep_log = False
     try:
         client = Client(f"http://127.0.0.1:{port}")
         _wait_until_ready(client, process, log, on_wait)
         yield client
+    except Exception:
+        keep_log = True  # it says why
+        raise
     finally:
-        stop_tree(process, STOP_TIMEOUT_S)
-    shutil.rmtree(folder)  # kept after an error: the log says why
+        on_stop()
+        with _without_interrupts():
+            stop_tree(process, STOP_TIMEOUT_S)
+        if not keep_log:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """An impatient second Ctrl-C must not leave processes behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> list[str]:

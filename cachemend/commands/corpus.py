@@ -77,10 +77,7 @@ def precompute(
 def ray_session(address: str | None = None) -> Iterator[None]:
     """Connect to a Ray cluster (that of RAY_ADDRESS, or one that lives as long as this block) without its chatter."""
     import logging
-    import os
 
-    # Ray's C++ side writes its own advice to stderr at every level but this; errors reach us as exceptions.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     import ray
     import ray.data
     from transformers.utils.logging import disable_progress_bar
@@ -115,11 +112,14 @@ def run_ingest(paths: list[str], corpus: str, settings: Settings, replace: bool 
 def run_precompute(
     corpus: str, settings: Settings, dry_run: bool = False
 ) -> tuple[PrecomputePlan, PrecomputeReport | None]:
-    """Say how much there is to do, then do it, with progress, unless `dry_run`."""
+    """Say how much there is to do, then do it, with progress; no report when nothing is missing or on `dry_run`."""
     from pipelines import precompute as job
 
     with ui.stages() as progress:
         plan = job.plan(corpus, settings, progress)
+    if not plan.missing:
+        ui.say(f"{corpus}: all {plan.chunks:,} chunks are in the store")
+        return plan, None
     ui.say(
         f"{corpus}: {plan.missing:,} of {plan.chunks:,} chunks to compute, {plan.tokens:,} tokens, "
         f"{ui.size(plan.bytes)}, about {ui.duration(plan.seconds_estimate)}"

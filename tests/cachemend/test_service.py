@@ -65,3 +65,26 @@ def test_a_service_that_dies_is_reported_with_its_last_words(tmp_path: Path, mon
         service.running_service("serve_app:app", lambda _: None),
     ):
         pass
+    assert list(tmp_path.glob("cachemend-service-*/service.log"))  # kept: it says why
+
+
+def test_ctrl_c_stops_the_service_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "serve"
+    fake.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(service, "SERVE", str(fake))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told: list[str] = []
+
+    def interrupt(waited: float) -> None:
+        raise KeyboardInterrupt
+
+    before = len(psutil.Process().children(recursive=True))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        service.running_service("serve_app:app", interrupt, lambda: told.append("stopping")),
+    ):
+        pass
+    assert told == ["stopping"]
+    assert len(psutil.Process().children(recursive=True)) == before
+    assert list(tmp_path.glob("cachemend-service-*")) == []
