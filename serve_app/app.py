@@ -29,6 +29,7 @@ from serve_app.retriever import RetrieverDeployment
 from serve_app.tuning import REPLICA_ENVIRONMENT, tune
 
 APP_NAME = "cachemend"
+UNBOUNDED = 1_000_000
 SPARE_INGRESS_SLOTS = 64
 """Requests that an ingress replica accepts beyond its limit, to refuse them itself, and for health checks."""
 
@@ -80,16 +81,19 @@ def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
     serving = settings.serve
     repair_gpus, engine_gpus = _gpu_shares(settings)
 
+    # The ingress bounds what is in flight and refuses the rest itself, in OpenAI's shape. Serve's own bounds lie above
+    # that: its routers count what has only just arrived as queued, and would refuse a burst that there is room for.
+    bounded = serving.max_queued_requests >= 0
+    in_flight = serving.max_ongoing_requests + serving.max_queued_requests + SPARE_INGRESS_SLOTS
+
     def part(cls: type, name: str, replicas: int, gpus: float = 0) -> serve.Application:
-        limits = (serving.max_ongoing_requests, serving.max_queued_requests)
+        limits = (serving.max_ongoing_requests, in_flight if bounded else -1)
         return _deployment(cls, name, settings, replicas, limits, gpus).bind(settings)
 
     retriever = part(parts.retriever, "Retriever", serving.retriever_replicas)
     repairer = part(parts.repairer, "Repairer", serving.repairer_replicas, repair_gpus)
     engine = part(parts.engine, "Engine", serving.engine_replicas, engine_gpus)
-    # The ingress refuses by itself, in OpenAI's shape, so Serve must let more through to it than it will take.
-    accepted = serving.max_ongoing_requests + max(serving.max_queued_requests, 0) + SPARE_INGRESS_SLOTS
-    limits = (accepted, serving.max_queued_requests)
+    limits = (in_flight, in_flight) if bounded else (UNBOUNDED, -1)
     ingress = _deployment(Ingress, "Ingress", settings, serving.ingress_replicas, limits, 0)
     return ingress.bind(settings, retriever, repairer, engine)
 

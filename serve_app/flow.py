@@ -39,6 +39,7 @@ class Answer:
         rag: how the answer came about; None for a plain completion.
         stages: seconds by stage so far.
         began: `time.perf_counter()` when the request was read.
+        handoff: ticket of the prefix's KV, if any.
     """
 
     reply_id: str
@@ -49,23 +50,30 @@ class Answer:
     rag: RagInfo | None = None
     stages: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
+    handoff: dict[str, Any] | None = None
     _whole: bool = False
 
     async def deltas(self) -> AsyncIterator[GenerateDelta]:
         """All pieces, the first included."""
         assert self.first is not None and self.rest is not None
-        yield self.first
+        yield self._noted(self.first)
         async for delta in self.rest:
-            self.stages |= delta.stages
-            if delta.handoff_miss and self.rag is not None:
-                self.rag.fallback = delta.handoff_miss
-            yield delta
+            yield self._noted(delta)
         self._whole = True
 
+    def _noted(self, delta: GenerateDelta) -> GenerateDelta:
+        self.stages |= delta.stages
+        if delta.handoff_miss and self.rag is not None:
+            self.rag.fallback = delta.handoff_miss
+        return delta
+
     def close(self) -> None:
-        """End the answer, whole or not: an engine that is still at work on it stops."""
-        if self.rest is not None and not self._whole:
-            self.rest.cancel()
+        """End the answer. When it is not whole, an engine at work on it stops, and its hand-off ends."""
+        if not self._whole:
+            if self.rest is not None:
+                self.rest.cancel()
+            # Nothing happens when the engine has loaded it: it is the one that could not that must not leak.
+            release(self.handoff)
         self.stages["total"] = time.perf_counter() - self.began
 
 
@@ -95,34 +103,30 @@ class Flow:
         self._metrics = metrics
 
     async def start(self, request: ChatRequest | CompletionRequest, answer: Answer) -> None:
-        """Fill `answer` up to its first delta.
+        """Fill `answer` up to its first delta; the caller closes it, also when this raises.
 
         Raises:
             Exception: whatever `serve_app.errors.to_api_error` maps.
         """
         async with asyncio.timeout(self._settings.serve.first_token_timeout_s):
-            prefix, question, handoff = await self._prefix(request, answer)
-            try:
-                prompt = (*prefix, *question)
-                answer.prompt_tokens = len(prompt)
-                max_tokens = self._max_tokens(request, len(prompt))
-                call = GenerateRequest(answer.reply_id, prompt, handoff, request.sampling(max_tokens))
-                with _timed(answer.stages, "engine"):
-                    await self._generate(answer, call)
-            except BaseException:
-                release(handoff)
-                raise
+            prefix, question = await self._prefix(request, answer)
+            prompt = (*prefix, *question)
+            answer.prompt_tokens = len(prompt)
+            max_tokens = self._max_tokens(request, len(prompt))
+            call = GenerateRequest(answer.reply_id, prompt, answer.handoff, request.sampling(max_tokens))
+            with _timed(answer.stages, "engine"):
+                await self._generate(answer, call)
         assert answer.first is not None
-        answer.stages |= answer.first.stages
+        answer.stages |= answer.first.stages  # now, and not only when it is written: they are in the headers
         answer.stages["ttft"] = time.perf_counter() - answer.began
 
     async def _prefix(
         self, request: ChatRequest | CompletionRequest, answer: Answer
-    ) -> tuple[Sequence[int], Sequence[int], dict[str, Any] | None]:
-        """Prefix ids, question ids, and the hand-off that holds the prefix's KV."""
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Prefix ids and question ids; `answer` gets the hand-off that holds the prefix's KV."""
         rag = request.rag
         if rag is None and isinstance(request, CompletionRequest):
-            return (), (await self._prompts.encode(request))[1], None
+            return (), (await self._prompts.encode(request))[1]
         rag = rag or RagOptions()
         corpus = rag.corpus or self._settings.api.corpus
         answer.method = rag.method or self._settings.repair.default
@@ -146,10 +150,11 @@ class Flow:
             mended = await self._mend(
                 MendRequest(answer.reply_id, answer.method, ids, question, dict(rag.method_params), own_header)
             )
+        answer.handoff = mended.handoff
         answer.stages |= mended.stages
         answer.rag = _rag_info(corpus, found, mended)
         self._metrics.mended(mended.hits, mended.misses)
-        return mended.prefix_ids, question, mended.handoff
+        return mended.prefix_ids, question
 
     def _max_tokens(self, request: Sampling, prompt_tokens: int) -> int:
         asked = request.answer_tokens

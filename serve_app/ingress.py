@@ -13,6 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatus
 from starlette.types import Receive, Scope, Send
 
 from kvcache.settings import Settings
@@ -75,9 +76,11 @@ class Ingress:
 
     async def ready(self) -> Response:
         """`GET /readyz`: whether every deployment answers; the Retriever only does when its corpora can be read."""
-        states = dict(zip(self._parts, await asyncio.gather(*map(_state, self._parts.values())), strict=True))
-        if any(state != "ready" for state in states.values()):
-            error = unavailable("not ready: " + ", ".join(f"{k} {v}" for k, v in states.items() if v != "ready"))
+        states = dict(
+            zip(self._parts, await asyncio.gather(*map(_state, *zip(*self._parts.items(), strict=True))), strict=True)
+        )
+        if any(state.startswith("not") for state in states.values()):
+            error = unavailable("not ready: " + ", ".join(f"{k} {v}" for k, v in states.items() if v.startswith("not")))
             return JSONResponse({**error.body(), "deployments": states}, error.status, error.headers())
         return JSONResponse({"status": "ready", "deployments": states})
 
@@ -159,12 +162,21 @@ def _mapped(error: Exception, answer: Answer) -> ApiError:
     return mapped
 
 
-async def _state(handle: DeploymentHandle) -> str:
+async def _state(name: str, handle: DeploymentHandle) -> str:
     response = handle.ready.remote()
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             await response
+    except TimeoutError:
+        response.cancel()
+        # The question may be waiting behind requests: a part that is full is not a part that is down.
+        return "busy" if await asyncio.to_thread(_healthy, name) else "not ready (no answer)"
     except Exception as error:
         response.cancel()
         return f"not ready ({type(error).__name__})"
     return "ready"
+
+
+def _healthy(name: str) -> bool:
+    application = serve.status().applications[serve.get_replica_context().app_name]
+    return application.deployments[name].status == DeploymentStatus.HEALTHY
