@@ -241,9 +241,9 @@ def explain(error: BaseException) -> str:
     return text
 
 
-def _shown(uri: str) -> str:
+def _shown(text: str) -> str:
     # Messages and logs must not carry the credentials that a URI may hold.
-    return re.sub(r"//[^@/]*@", "//***@", uri)
+    return re.sub(r"//[^@/]*@", "//***@", text)
 
 
 def _open(uri: str) -> tuple[pafs.FileSystem, str]:
@@ -252,7 +252,8 @@ def _open(uri: str) -> tuple[pafs.FileSystem, str]:
     try:
         filesystem, root = pafs.FileSystem.from_uri(uri)
     except (*STORAGE_ERRORS, ValueError) as error:
-        raise StoreError(f"cannot open {_shown(uri)}: {explain(error)}") from error
+        # Arrow's own text repeats the URI; `from None`, so that no traceback shows it either.
+        raise StoreError(f"cannot open {_shown(uri)}: {_shown(explain(error))}") from None
     if not root.strip("/"):
         raise StoreError(f"cannot open {_shown(uri)}: it names no folder or bucket")
     if isinstance(filesystem, pafs.S3FileSystem):

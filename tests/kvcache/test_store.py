@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from kvcache.chunk import ChunkKV, chunk_key
 from kvcache.chunk_object import HEADER_BYTES
 from kvcache.geometry import Geometry
+from kvcache.objects import ObjectStore
 from kvcache.settings import StoreSettings
 from kvcache.store import ChunkMiss, ChunkStore, MissReason, StoreError, StoreMismatchError
 
@@ -488,3 +489,11 @@ def test_damaged_manifest_is_refused(stored, content: bytes) -> None:
 def test_empty_store_is_anybody_s(tmp_path: Path) -> None:
     make_store(tmp_path / "new").check_target()
     assert not (tmp_path / "new").exists()  # looking leaves no trace
+
+
+@pytest.mark.parametrize("uri", ["s3://KEY:SECRET@bucket/x?bogus=1", "s3://KEY:SE CRET@b/x", "foo://KEY:SECRET@h/p"])
+def test_messages_never_show_credentials(uri: str) -> None:
+    with pytest.raises(StoreError) as refused:
+        ObjectStore(uri, attempts=1, retry_base_s=0.1)
+    assert "CRET" not in str(refused.value) and "***" in str(refused.value)
+    assert refused.value.__suppress_context__
