@@ -56,6 +56,8 @@ class Batcher:
 
     def _turn(self, repairer: Repairer) -> None:
         batch = self._take(repairer)
+        if not batch:
+            return
         try:
             self._run(repairer, batch)
         except BaseException as error:
