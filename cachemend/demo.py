@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -60,15 +59,14 @@ def run(settings: Settings, limit: int | None = None) -> dict[str, Any]:
         What `report.as_json` makes of the rows.
     """
     questions = read_questions()[:limit]
-    with _terminable():
-        ui.heading("1/4 models")
-        models = fetch.fetch(settings, say=ui.say)
-        ui.heading("2/4 corpus")
-        prepare_corpus(settings)
-        ui.heading("3/4 service")
-        with _service() as client:
-            ui.heading("4/4 questions")
-            rows = ask_all(client, questions, settings.repair.methods)
+    ui.heading("1/4 models")
+    models = fetch.fetch(settings, say=ui.say)
+    ui.heading("2/4 corpus")
+    prepare_corpus(settings)
+    ui.heading("3/4 service")
+    with _service() as client:
+        ui.heading("4/4 questions")
+        rows = ask_all(client, questions, settings.repair.methods)
     report.print_tables(rows)
     return report.as_json(rows, {model.name: model.origin for model in models})
 
@@ -123,17 +121,3 @@ def _service() -> Iterator[Client]:
             client = stack.enter_context(running_service(APPLICATION, show, stopping))
         ui.say(f"ready at {client.url}")
         yield client
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that the service is stopped in either case."""
-
-    def leave(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -57,8 +58,8 @@ def running_service(
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     log = folder / "service.log"
     command = [SERVE, "run", "--address", "local", str(folder / "serve.yaml")]
-    # A session of its own keeps the terminal's Ctrl-C away from it: it ends in order, when this block does.
-    with log.open("wb") as out:
+    with _sigterm_unwinds(), log.open("wb") as out:
+        # A session of its own keeps the terminal's Ctrl-C away from it: it ends in order, when this block does.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -67,30 +68,52 @@ def running_service(
             start_new_session=True,
             env=_environment(),
         )
-    keep_log = False
-    try:
-        client = Client(f"http://127.0.0.1:{port}")
-        _wait_until_ready(client, process, log, on_wait)
-        yield client
-    except Exception:
-        keep_log = True  # it says why
-        raise
-    finally:
-        on_stop()
-        with _without_interrupts():
-            stop_tree(process, STOP_TIMEOUT_S)
-        if not keep_log:
-            shutil.rmtree(folder)
+        keep_log = False
+        try:
+            client = Client(f"http://127.0.0.1:{port}")
+            _wait_until_ready(client, process, log, on_wait)
+            yield client
+        except Exception:
+            keep_log = True  # it says why
+            raise
+        finally:
+            on_stop()
+            with _undisturbed():
+                stop_tree(process, STOP_TIMEOUT_S)
+            if not keep_log:
+                shutil.rmtree(folder)
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """An impatient second Ctrl-C must not leave processes behind."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM end this process by way of its `finally` blocks.
+
+    Set here, next to what must be stopped: `ray.init` installs a handler of its own, in C++, that ends the process on
+    the spot, and whoever comes last wins.
+    """
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    with _handling({signal.SIGTERM: leave}):
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """An impatient second signal must not leave processes behind."""
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stop_tree(process: subprocess.Popen[bytes], timeout_s: float) -> list[str]:

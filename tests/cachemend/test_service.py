@@ -88,3 +88,23 @@ def test_ctrl_c_stops_the_service_and_leaves_nothing(tmp_path: Path, monkeypatch
     assert told == ["stopping"]
     assert len(psutil.Process().children(recursive=True)) == before
     assert list(tmp_path.glob("cachemend-service-*")) == []
+
+
+def test_sigterm_stops_the_service_whatever_handler_was_there_before(tmp_path: Path) -> None:
+    fake = tmp_path / "serve"
+    fake.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
+    fake.chmod(0o755)
+    script = """
+import signal, sys
+from cachemend import service
+service.SERVE = sys.argv[1]
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray leaves it: the process ends on the spot
+with service.running_service("serve_app:app", lambda waited: print("waiting", flush=True)):
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", script, str(fake)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"waiting\n"
+    [child] = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
