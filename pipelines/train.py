@@ -202,7 +202,7 @@ def _workers(settings: Settings) -> tuple[dict[str, float], int]:
 
 def _timed(settings: Settings, size: str) -> dict[str, Any]:
     resources, _ = _workers(settings)
-    timed = ray.remote(_time_passes).options(max_calls=1, **resources)
+    timed = ray.remote(max_calls=1, **resources)(_time_passes)  # the process, and its target, go with it
     return ray.get(timed.remote(settings, size, int(resources["num_cpus"])))
 
 
@@ -216,7 +216,8 @@ def _time_passes(settings: Settings, size: str, threads: int) -> dict[str, Any]:
     begin = time.perf_counter()
     stale = joint_kv(target, ids)
     prefilled = time.perf_counter()
-    network.forward_packed(stale, torch.tensor(ids), [[len(ids)]]).square().mean().backward()
+    # cloned: autograd refuses what was made in inference mode
+    network.forward_packed(stale.clone(), torch.tensor(ids), [[len(ids)]]).square().mean().backward()
     done = time.perf_counter()
     parameters = sum(p.numel() for p in network.parameters() if p.requires_grad)
     return {

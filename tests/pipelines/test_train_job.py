@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training job as a whole: plan, workers on Ray, a checkpoint that loads as a repairer, and the way back in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvcache.settings import Settings
+from kvcache.target import TargetLLM
+from pipelines import train as job
+from pipelines.training.state import StateError
+from pipelines.training.trainer import STATE_FILE
+from repair.checkpoint import load_repairer, read_config
+from tests.tiny import tiny_model_dir, tiny_settings
+
+UPDATES = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train-job")
+
+
+@pytest.fixture(scope="module")
+def directory(folder: Path) -> str:
+    return tiny_model_dir(folder)
+
+
+@pytest.fixture(scope="module")
+def groups(folder: Path) -> Path:
+    random = Random(5)
+    path = folder / "groups.jsonl"
+    rows = [{"chunks": [random.choices(range(3, 384), k=random.randint(5, 24)) for _ in range(3)]} for _ in range(8)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def settings(directory: str, folder: Path, **training: Any) -> Settings:
+    recipe = {"cache_dir": str(folder / "cache"), "groups_per_update": 2, "held_out": 2, "variants": 2}
+    return tiny_settings(
+        directory, target={"threads": 1}, training={**recipe, "checkpoint_every": 2, "validate_every": 2, **training}
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(ray_alone: Any, directory: str, groups: Path, folder: Path) -> tuple[job.TrainPlan, job.TrainReport, list]:
+    """A run of one worker."""
+    told: list[dict[str, Any]] = []
+    what = settings(directory, folder)
+    plan = job.plan(groups, None, "S", UPDATES, folder / "alone", what)
+    return plan, job.train(plan, what, told.append), told
+
+
+def test_the_plan_says_what_it_costs(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:
+    plan, _, _ = alone
+    assert (plan.groups, plan.held_out, plan.updates) == (6, 2, UPDATES)
+    assert plan.seconds_estimate > 0
+    per_token = 2 * 3 * 2 * 32 * 2  # K and V, layers, heads, head size, float16
+    assert plan.bytes == plan.prefill_tokens * per_token
+    assert plan.tokens < plan.prefill_tokens
+
+
+def test_progress_is_the_curve(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:
+    _, report, told = alone
+    assert [line["update"] for line in told if "loss" in line] == [1, 2, 3, 4]
+    assert [line["update"] for line in told if "validation" in line] == [2, 4]
+    assert report.validation == told[-1]["validation"]
+
+
+def test_the_checkpoint_loads_as_a_repairer(alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str) -> None:
+    _, report, told = alone
+    target = TargetLLM.load(settings=tiny_settings(directory))
+    network = load_repairer(report.output, target)
+    assert sum(p.numel() for p in network.parameters() if p.requires_grad) == alone[0].parameters
+    config = read_config(report.output)
+    checked = [line["validation"] for line in told if "validation" in line]
+    best = min(found["repaired"]["nmse"] for found in checked)
+    assert config.training["validation"]["normalized_mse"] == best
+    assert config.training["validation"]["stale_normalized_mse"] == checked[0]["stale"]["nmse"]
+    assert (config.capacity, config.key_coordinates) == ("S", "canonical")
+
+
+def test_two_workers_do_the_work_of_one(
+    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+) -> None:
+    what = settings(directory, folder, workers=2)
+    job.train(job.plan(groups, None, "S", UPDATES, folder / "two", what), what)
+    one, two = (load_file(folder / name / STATE_FILE) for name in ("alone", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        if name.startswith("network/"):
+            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_that_is_done_is_not_done_again(
+    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+) -> None:
+    before = (folder / "alone" / STATE_FILE).read_bytes()
+    what = settings(directory, folder)
+    report = job.train(job.plan(groups, None, "S", UPDATES, folder / "alone", what), what)
+    assert report.validation["repaired"] == pytest.approx(alone[1].validation["repaired"])
+    assert (folder / "alone" / STATE_FILE).read_bytes() == before
+
+
+def test_a_workers_error_is_told_as_it_is(
+    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+) -> None:
+    what = settings(directory, folder)
+    with pytest.raises(StateError, match=r"state\.safetensors belongs to a run with other"):
+        job.train(job.plan(groups, None, "S", UPDATES + 1, folder / "alone", what), what)
+    with pytest.raises(ValueError, match="size 'XL' is not one of S, M, L"):
+        job.plan(groups, None, "XL", UPDATES, folder / "new", what)
