@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from kvcache.arena import ArenaFullError
-from kvcache.chunk import ChunkKV, chunk_key, token_digest
+from kvcache.chunk import ChunkKV, token_digest
 from kvcache.handoff import HandoffIdentity, HandoffWriter, Transport
 from kvcache.host_tier import HostTier, PinnedChunk
 from kvcache.settings import Settings
@@ -177,9 +177,8 @@ class Mender:
         )
 
     def _pin(self, ids: Sequence[int], misses: list[str], durable: bool) -> PinnedChunk:
-        key = chunk_key(self._target.fingerprint, ids)
-        nbytes = self._target.geometry.kv_bytes(len(ids), self._store.dtype)
-        return self._tier.pin(key, nbytes, lambda: self._load(ids, misses, durable))
+        form = self._store.format
+        return self._tier.pin(form.key(ids), form.size(len(ids)), lambda: self._load(ids, misses, durable))
 
     def _load(self, ids: Sequence[int], misses: list[str], durable: bool) -> ChunkKV:
         try:

@@ -29,14 +29,7 @@ class RepairerDeployment:
         target = TargetLLM.load(settings=settings)
         if settings.target.threads:
             torch.set_num_threads(settings.target.threads)
-        store = ChunkStore(
-            settings.store_uri,
-            fingerprint=target.fingerprint,
-            geometry=target.geometry,
-            dtype=target.dtype if settings.store.dtype == "auto" else getattr(torch, settings.store.dtype),
-            settings=settings.store,
-            model=settings.target.model,
-        )
+        store = ChunkStore.of(settings)
         store.check_target()
         self._mender = Mender(target, store, _transport(settings), settings)
 
