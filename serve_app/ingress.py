@@ -76,9 +76,10 @@ class Ingress:
 
     async def ready(self) -> Response:
         """`GET /readyz`: whether every deployment answers; the Retriever only does when its corpora can be read."""
-        states = dict(
-            zip(self._parts, await asyncio.gather(*map(_state, *zip(*self._parts.items(), strict=True))), strict=True)
-        )
+        serving = self._settings.serve
+        full = self._in_flight >= serving.max_ongoing_requests // serving.ingress_replicas
+        asked = [_state(name, handle, full) for name, handle in self._parts.items()]
+        states = dict(zip(self._parts, await asyncio.gather(*asked), strict=True))
         if any(state.startswith("not") for state in states.values()):
             error = unavailable("not ready: " + ", ".join(f"{k} {v}" for k, v in states.items() if v.startswith("not")))
             return JSONResponse({**error.body(), "deployments": states}, error.status, error.headers())
@@ -162,15 +163,15 @@ def _mapped(error: Exception, answer: Answer) -> ApiError:
     return mapped
 
 
-async def _state(name: str, handle: DeploymentHandle) -> str:
+async def _state(name: str, handle: DeploymentHandle, full: bool) -> str:
     response = handle.ready.remote()
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             await response
     except TimeoutError:
         response.cancel()
-        # The question may be waiting behind requests: a part that is full is not a part that is down.
-        return "busy" if await asyncio.to_thread(_healthy, name) else "not ready (no answer)"
+        # Behind other requests the question waits its turn: a part that is full is not a part that is down.
+        return "busy" if full and await asyncio.to_thread(_healthy, name) else "not ready (no answer)"
     except Exception as error:
         response.cancel()
         return f"not ready ({type(error).__name__})"
