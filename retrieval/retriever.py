@@ -111,15 +111,17 @@ class Retriever:
         stages = {"embed": embedded - started, "search": time.perf_counter() - embedded}
         return SearchResult(snapshot.corpus.generation, hits, stages)
 
-    def lookup(self, corpus: str, chunk_ids: Sequence[str]) -> list[RetrievedChunk]:
-        """The chunks of these ids, in this order, with score 0.
+    def lookup(self, corpus: str, chunk_ids: Sequence[str]) -> SearchResult:
+        """The chunks of these ids, in this order, with score 0: one list of hits.
 
         Raises:
             UnknownChunkError: some ids are not in the served generation.
             UnknownCorpusError, CorpusIntegrityError, CorpusMismatchError: as for `query`.
         """
         served = self._snapshot(corpus).corpus
-        return served.chunks_at(served.rows_of(chunk_ids), [0.0] * len(chunk_ids))
+        started = time.perf_counter()
+        hits = served.chunks_at(served.rows_of(chunk_ids), [0.0] * len(chunk_ids))
+        return SearchResult(served.generation, [hits], {"search": time.perf_counter() - started})
 
     def generation(self, corpus: str) -> str:
         """Id of the generation served now; raises like `query`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,6 +25,9 @@ class RetrieverDeployment:
 
     Args:
         settings: embedding model, corpora and index.
+
+    Raises:
+        CorpusIntegrityError, CorpusMismatchError: a corpus that must not be served; the message says why.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,6 +38,9 @@ class RetrieverDeployment:
 
         self._retriever = Retriever(settings, Embedder(settings))
         self._list = functools.partial(list_corpora, settings.corpora_uri)
+        for corpus in self._list():
+            # Read now: a damaged corpus, or one of another tokenizer or embedding model, is refused at start.
+            self._retriever.generation(corpus)
         # One thread: embedding and FAISS use all the cores they may within one call.
         self._thread = ThreadPoolExecutor(1, "retrieve")
         self._waiting: list[_Waiting] = []
@@ -92,9 +97,7 @@ class RetrieverDeployment:
     def _search(self, group: list[RetrieveRequest]) -> list[RetrieveResult]:
         corpus, top_k, chunk_ids = group[0].corpus, group[0].top_k, group[0].chunk_ids
         if chunk_ids is not None:
-            began = time.perf_counter()
-            chunks = self._retriever.lookup(corpus, chunk_ids)
-            stages = {"search": time.perf_counter() - began}
-            return [RetrieveResult(chunks, self._retriever.generation(corpus), stages)]
-        found = self._retriever.query(corpus, [request.query for request in group], top_k)
+            found = self._retriever.lookup(corpus, chunk_ids)
+        else:
+            found = self._retriever.query(corpus, [request.query for request in group], top_k)
         return [RetrieveResult(chunks, found.generation, found.stages) for chunks in found.hits]

@@ -108,7 +108,7 @@ def test_asking_for_more_does_not_reorder_a_hybrid_result(settings: Settings, pu
 
 def test_lookup_keeps_the_order_and_names_what_is_unknown(put: Publish, retriever: Retriever) -> None:
     put(TEXTS)
-    assert [hit.document_id for hit in retriever.lookup("c", ["rome#00000", "dog#00000"])] == ["rome", "dog"]
+    assert [hit.document_id for hit in retriever.lookup("c", ["rome#00000", "dog#00000"]).hits[0]] == ["rome", "dog"]
     with pytest.raises(UnknownChunkError, match=r"no chunk 'x', 'y'"):
         retriever.lookup("c", ["x", "dog#00000", "y"])
     with pytest.raises(UnknownCorpusError, match="known: 'c'"):
