@@ -92,7 +92,7 @@ class StaleEncoder(nn.Module):
     def forward(self, stale_NSD: torch.Tensor, sigma_SD: torch.Tensor) -> torch.Tensor:
         """`[N, S, D]` to `[N, d]`; dividing by sigma is done on the weights, which are smaller than the cache."""
         encoded_SNr = torch.bmm(stale_NSD.transpose(0, 1), self.W / sigma_SD[:, :, None])
-        return self.norm(self.out((encoded_SNr.transpose(0, 1) + self.b).flatten(1)))
+        return self.norm(self.out(encoded_SNr.transpose(0, 1).flatten(1) + self.b.flatten()))
 
 
 class SelfAttention(nn.Module):
@@ -110,8 +110,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x_Nd).unflatten(1, (3, self.n_heads, -1))
         qk, v = qkv[:, :2], qkv[:, 2]
         cos, sin = rope
-        low, high = qk.chunk(2, dim=-1)
-        qk = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(v.dtype)
+        qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, dims=-1), sin).to(v.dtype)  # rolled: the halves swapped
         q, k, v = (x.transpose(0, 1)[None] for x in (qk[:, 0], qk[:, 1], v))
         mixed = visibility.attend_flex(q, k, v, compiled_flex()) if flex else visibility.attend(q, k, v)
         return self.proj(mixed[0].transpose(0, 1).flatten(1))
@@ -299,7 +298,8 @@ class RepairNetwork(nn.Module):
         size = self.config.d_b // self.config.n_heads
         inv_freq = self.config.rope_theta ** (-torch.arange(0, size, 2, device=positions_N.device).float() / size)
         angle = (positions_N[:, None].float() * inv_freq)[:, None, None]  # [N, q or k, heads, half]
-        return angle.cos(), angle.sin()
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def _check(self, stale: torch.Tensor, tokens: torch.Tensor, chunk_ids: torch.Tensor) -> None:
         g = self.geometry
