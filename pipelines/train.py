@@ -7,13 +7,12 @@ over all workers. The first worker validates and writes checkpoint, state and lo
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import InitVar, asdict, dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +169,11 @@ def train(what: TrainPlan, settings: Settings, progress: Progress | None = None)
             run_config=RunConfig(name="train", storage_path=scratch),
         )
         try:
-            result = trainer.fit()
+            trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _cause(error) from error
-    return TrainReport(
-        str(job.output), job.updates, time.perf_counter() - begin, json.loads(result.metrics["validation"])
-    )
+    validation = [line["validation"] for line in read_curve(job.output / CURVE_FILE) if "validation" in line][-1]
+    return TrainReport(str(job.output), job.updates, time.perf_counter() - begin, validation)
 
 
 def _work(config: dict[str, Any]) -> None:
@@ -183,9 +181,7 @@ def _work(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     settings: Settings = config["settings"]
     target = TargetLLM.load(settings=settings)
-    trainer = Trainer(target, config["job"], settings, context.get_world_rank(), context.get_world_size())
-    found = trainer.run()
-    ray.train.report({"validation": json.dumps(asdict(found))})
+    Trainer(target, config["job"], settings, context.get_world_rank(), context.get_world_size()).run()
 
 
 def _for_workers(settings: Settings) -> Settings:

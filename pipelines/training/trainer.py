@@ -91,11 +91,8 @@ class Trainer:
         )
         self._curve = Curve(job.output / CURVE_FILE)
 
-    def run(self) -> Validation:
+    def run(self) -> None:
         """Train to the end, from the start or from the saved state.
-
-        Returns:
-            The last validation.
 
         Raises:
             StateError: the state cannot be read or written, or belongs to another run.
@@ -109,7 +106,6 @@ class Trainer:
         self._weight = self.statistics.weight.to(self._target.device)
         if self._rank == 0:
             self._curve.begin(update)
-        found = None
         while update < self._job.updates:
             self._curve.add(self._update(update), write=self._rank == 0)
             update += 1
@@ -122,7 +118,6 @@ class Trainer:
                         self._publish(update, found)
                 if update % self._recipe.checkpoint_every == 0 or last:
                     self.checkpoint(update, best)
-        return found or validate(self.network, self._held_out(), self.statistics)
 
     @property
     def statistics(self) -> Statistics:
