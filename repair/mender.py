@@ -206,9 +206,10 @@ class Mender:
             logger.warning("%s (said once; see the metrics for counts)", message)
 
     def shutdown(self) -> None:
-        """End the threads; waits for chunk writes under way."""
-        for pool in (self._fetchers, self._worker, self._writer):
+        """End the threads, when every computed chunk is stored."""
+        for pool in (self._fetchers, self._worker):
             pool.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True)
 
 
 def _unpin(future: Future[PinnedChunk]) -> None:

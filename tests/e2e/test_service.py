@@ -75,6 +75,31 @@ def complete(client: openai.OpenAI, method: str, chunk_ids: list[str], tokens: i
     )
 
 
+def test_damaged_chunks_are_made_good(client, chunks, target, settings):
+    """The first test, so that the chunks are not in memory yet: one removed, one with a byte flipped, two swapped."""
+    ids = list(chunks)[-4:]
+    paths = [_path(settings, target, chunks[i]) for i in ids]
+    flipped = bytearray(paths[1].read_bytes())
+    flipped[-5] ^= 0x10
+    swapped = paths[2].read_bytes(), paths[3].read_bytes()
+    paths[0].unlink()
+    paths[1].write_bytes(flipped)
+    paths[3].write_bytes(swapped[0])
+    paths[2].write_bytes(swapped[1])
+    got = complete(client, "stale", ids)
+    assert sum(got.rag["chunk_misses"].values()) == 4
+    assert got.rag["chunk_misses"]["absent"] == 1 and got.rag["chunk_misses"]["corrupt"] >= 1
+    question = target.tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    want = stale_reference(target, [chunks[i] for i in ids], question)
+    assert got.choices[0].logprobs.token_logprobs == pytest.approx(want, abs=1e-3)
+    again = complete(client, "stale", ids)
+    assert again.rag["chunk_misses"] == {} and again.choices[0].text == got.choices[0].text
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not paths[0].exists():
+        time.sleep(0.2)
+    assert paths[0].exists(), "the computed chunk was not stored again"
+
+
 def test_questions_find_their_passages(client):
     found = 0
     questions = demo.read_questions()
@@ -103,31 +128,6 @@ def test_stale_through_http_is_what_transformers_computes(client, chunks, target
     question = target.tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
     want = stale_reference(target, [chunks[i] for i in ids], question)
     assert got.choices[0].logprobs.token_logprobs == pytest.approx(want, abs=1e-3)
-
-
-def test_damaged_chunks_are_made_good(client, chunks, target, settings):
-    """Never read before, so not in memory: one removed, one with a byte flipped, two swapped."""
-    ids = list(chunks)[-4:]
-    paths = [_path(settings, target, chunks[i]) for i in ids]
-    flipped = bytearray(paths[1].read_bytes())
-    flipped[-5] ^= 0x10
-    swapped = paths[2].read_bytes(), paths[3].read_bytes()
-    paths[0].unlink()
-    paths[1].write_bytes(flipped)
-    paths[3].write_bytes(swapped[0])
-    paths[2].write_bytes(swapped[1])
-    got = complete(client, "stale", ids)
-    assert sum(got.rag["chunk_misses"].values()) == 4
-    assert got.rag["chunk_misses"]["absent"] == 1 and got.rag["chunk_misses"]["corrupt"] >= 1
-    question = target.tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
-    want = stale_reference(target, [chunks[i] for i in ids], question)
-    assert got.choices[0].logprobs.token_logprobs == pytest.approx(want, abs=1e-3)
-    again = complete(client, "stale", ids)
-    assert again.rag["chunk_misses"] == {} and again.choices[0].text == got.choices[0].text
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not paths[0].exists():
-        time.sleep(0.2)
-    assert paths[0].exists(), "the computed chunk was not stored again"
 
 
 def _path(settings: Settings, target: TargetLLM, ids: list[int]) -> Path:
