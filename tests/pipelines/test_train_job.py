@@ -105,7 +105,7 @@ def test_a_run_that_is_done_is_not_done_again(
     before = (folder / "alone" / STATE_FILE).read_bytes()
     what = settings(directory, folder)
     report = job.train(job.plan(groups, None, "S", UPDATES, folder / "alone", what), what)
-    assert report.validation["repaired"] == pytest.approx(alone[1].validation["repaired"])
+    assert report.validation == alone[1].validation
     assert (folder / "alone" / STATE_FILE).read_bytes() == before
 
 
