@@ -38,6 +38,7 @@ def _read(pipe: Connection) -> None:
         k, v = reader.open(ticket)
         total = float(k[-1, -1].sum() + v[-1, -1].sum())  # the tensors are readable
         reader.confirm(ticket)
+        reader.release(ticket)
         pipe.send(total)
 
 

@@ -86,6 +86,7 @@ class CacheMendConnector(KVConnectorBase_V1):
         self._block_size = vllm_config.cache_config.block_size
         # Scheduler side.
         self._pending: dict[str, Load] = {}
+        self._loading: dict[str, dict[str, Any]] = {}
         self._spent: set[str] = set()
         self._outcome: dict[str, dict[str, Any]] = {}
         # Worker side.
@@ -106,7 +107,7 @@ class CacheMendConnector(KVConnectorBase_V1):
         except (HandoffError, LeaseError) as error:
             logger.warning("hand-off refused, prompt computed in full: %s", error)
             self._spent.add(request.request_id)
-            self._outcome[request.request_id] = {"handoff_miss": type(error).__name__}
+            self._note(request.request_id, {"handoff_miss": type(error).__name__})
             return 0, False
         rows = min(identity.rows, request.num_prompt_tokens - 1)
         return max(rows - num_computed_tokens, 0), False
@@ -117,6 +118,7 @@ class CacheMendConnector(KVConnectorBase_V1):
             (block_ids,) = blocks.get_block_ids()
             load = Load(request.request_id, request.kv_transfer_params, num_external_tokens, block_ids)
             self._pending[request.request_id] = load
+            self._loading[request.request_id] = load.ticket
             self._spent.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadPlan:
@@ -130,13 +132,21 @@ class CacheMendConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, LoadReport):
             for request_id, seconds in report.seconds.items():
-                self._outcome[request_id] = {"inject_s": seconds}
+                self._note(request_id, {"inject_s": seconds})
             for request_id, reason in report.misses.items():
-                self._outcome[request_id] = {"handoff_miss": reason}
+                self._note(request_id, {"handoff_miss": reason})
+            for request_id in report.seconds.keys() | report.misses.keys():
+                if ticket := self._loading.pop(request_id, None):
+                    self._reader.release(ticket)
+
+    def _note(self, request_id: str, outcome: dict[str, Any]) -> None:
+        if request_id in self._spent:  # it may have finished in the very step that loaded it
+            self._outcome[request_id] = outcome
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Tell the client side how its hand-off fared, in the last output's `kv_transfer_params`."""
-        self._pending.pop(request.request_id, None)
+        if self._pending.pop(request.request_id, None):
+            self._loading.pop(request.request_id)  # never sent to the workers, so no report will come
         self._spent.discard(request.request_id)
         return False, self._outcome.pop(request.request_id, None)
 

@@ -24,6 +24,11 @@ from kvcache.handoff import HandoffError, SharedMemoryTransport, localise, relea
 from kvcache.settings import Settings
 from kvcache.target import load_config, target_device, target_directory, target_dtype, target_fingerprint
 
+LOST = "LostInWorker"
+"""`handoff_miss` of a request whose hand-off went away between vLLM's planning and its load."""
+_LOAD_FAILED = "error"
+"""vLLM's finish reason for a failed load under the policy "fail"."""
+
 
 class BadRequestError(ValueError):
     """vLLM refuses the request: a sampling parameter or a token id out of range."""
@@ -58,7 +63,6 @@ class Engine:
             BadRequestError: sampling parameters or prompt that vLLM refuses.
             EngineDeadError: the engine is gone.
         """
-        assert self._llm is not None, "start the engine first"
         ticket, miss = request.handoff, None
         try:
             if ticket is not None:
@@ -66,10 +70,26 @@ class Engine:
                     ticket = await localise(ticket, self._inbox)
                 except (HandoffError, LeaseError, ArenaFullError) as error:
                     ticket, miss = None, type(error).__name__
-            params = _sampling(request.sampling, ticket)
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-            begin, first = time.perf_counter(), True
-            async for output in self._llm.generate(prompt, params, request.request_id):
+            async for delta in self._attempt(request, request.request_id, ticket, miss):
+                if delta.finish_reason == _LOAD_FAILED and ticket is not None:
+                    break
+                yield delta
+            else:
+                return
+            # The worker lost the hand-off between vLLM's planning and its load; nothing has been said yet.
+            async for delta in self._attempt(request, f"{request.request_id}-again", None, LOST):
+                yield delta
+        finally:
+            release(ticket)
+
+    async def _attempt(
+        self, request: GenerateRequest, request_id: str, ticket: dict[str, Any] | None, miss: str | None
+    ) -> AsyncIterator[GenerateDelta]:
+        assert self._llm is not None, "start the engine first"
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        begin, first = time.perf_counter(), True
+        try:
+            async for output in self._llm.generate(prompt, _sampling(request.sampling, ticket), request_id):
                 stages = {"first_token": time.perf_counter() - begin} if first else {}
                 yield self._delta(output, stages, miss)
                 first = False
@@ -79,8 +99,6 @@ class Engine:
             if self._llm.errored:
                 raise EngineDeadError(f"the vLLM engine has ended: {self._llm.dead_error}") from error
             raise
-        finally:
-            release(ticket)
 
     def check_health(self) -> None:
         """Raises EngineDeadError when vLLM's processes are gone."""
@@ -145,7 +163,9 @@ def _engine_args(settings: Settings) -> AsyncEngineArgs:
             kv_connector="CacheMendConnector",
             kv_connector_module_path="engine.connector",
             kv_role="kv_consumer",
-            kv_load_failure_policy="recompute",
+            # Not "recompute": with asynchronous scheduling vLLM 0.32 lets a token of the step in flight, computed on
+            # the unloaded blocks, through. A failed load ends the request, and `generate` starts it anew.
+            kv_load_failure_policy="fail",
             kv_connector_extra_config=extra,
         ),
     )

@@ -192,18 +192,16 @@ class ArenaReader:
         return memoryview(mapping)[address.offset : address.offset + address.nbytes]
 
     def confirm(self, address: ArenaAddress) -> None:
-        """After reading: what was read was the hand-off, whole. Then give the block back.
+        """After reading: what was read was the hand-off, whole. `release` then gives the block back.
 
         Raises:
             LeaseError: the maker took the block back meanwhile; drop what was read.
         """
-        table = _table(self._attach(address))
-        if not _holds(table, address):
+        if not _holds(_table(self._attach(address)), address):
             raise LeaseError(f"hand-off {address.slot_id} was taken back while it was read")
-        _mark_done(table, address)
 
     def release(self, address: ArenaAddress) -> None:
-        """Give a block back unread; nothing happens when it, or its maker, is gone."""
+        """Give a block back, read or not; nothing happens when it, or its maker, is gone."""
         try:
             _mark_done(_table(self._attach(address)), address)
         except LeaseError:

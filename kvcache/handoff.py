@@ -12,6 +12,7 @@ runs out, and when its maker dies.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -81,7 +82,10 @@ class SharedMemoryTransport:
 
     def reserve(self, identity: HandoffIdentity) -> HandoffWriter:
         dtype = getattr(torch, identity.dtype)
-        block = self._arena.reserve(2 * torch.Size(identity.shape).numel() * dtype.itemsize)
+        nbytes = 2 * torch.Size(identity.shape).numel() * dtype.itemsize
+        if not nbytes:
+            raise ValueError("a prefix without rows needs no hand-off")
+        block = self._arena.reserve(nbytes)
 
         def commit() -> dict[str, Any]:
             address = asdict(self._arena.publish(block))
@@ -112,7 +116,8 @@ async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> 
 
     Raises:
         LeaseError: its maker is gone, or on another node without Ray's transport.
-        HandoffError: not a ticket.
+        ArenaFullError: no room on this node now.
+        HandoffError: not a ticket, or larger than this node's arena.
     """
     if ticket.get("kind") == "shared_memory":
         if ticket.get("node") != node_id():
@@ -126,8 +131,14 @@ async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> 
         data = await ticket["object"]
     except RayError as error:
         raise LeaseError(f"Ray lost the hand-off: {error}") from None
-    identity = HandoffIdentity(**ticket["identity"])
-    writer = transport.reserve(identity)
+    return await asyncio.to_thread(_copy_in, HandoffIdentity(**ticket["identity"]), data, transport)
+
+
+def _copy_in(identity: HandoffIdentity, data: np.ndarray, transport: SharedMemoryTransport) -> dict[str, Any]:
+    try:
+        writer = transport.reserve(identity)
+    except ValueError as error:
+        raise HandoffError(str(error)) from None
     # As bytes: Ray's arrays are read-only, and numpy knows no bfloat16.
     for part, source in zip((writer.k, writer.v), data.reshape(2, -1), strict=True):
         np.copyto(part.view(torch.uint8).numpy().reshape(-1), source)
@@ -174,7 +185,7 @@ class HandoffReader:
         return identity
 
     def open(self, ticket: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[L, T, H, D]`, read in place; call `confirm` when done.
+        """Keys and values `[L, T, H, D]`, read in place; call `confirm` when done, then `release`.
 
         Raises:
             HandoffError, LeaseError: do not load it.
@@ -185,8 +196,12 @@ class HandoffReader:
         return k, v
 
     def confirm(self, ticket: dict[str, Any]) -> None:
-        """What was read was the hand-off, whole; it is freed. Raises LeaseError when it was taken back meanwhile."""
+        """What was read was the hand-off, whole. Raises LeaseError when it was taken back meanwhile."""
         self._reader.confirm(ArenaAddress(**ticket["address"]))
+
+    def release(self, ticket: dict[str, Any]) -> None:
+        """Every rank has loaded it: free it. Never raises."""
+        self._reader.release(ArenaAddress(**ticket["address"]))
 
 
 _RELEASER = ArenaReader()

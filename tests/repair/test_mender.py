@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ CHUNKS = (tuple(range(3, 30)), tuple(range(30, 100)), tuple(range(100, 111)))
 class Rig:
     """A mender on a real store, and the engine's side of its hand-offs."""
 
-    def __init__(self, target, folder: Path, **overrides) -> None:
+    def __init__(self, target, folder: Path, dtype: torch.dtype = torch.float32, **overrides) -> None:
         directory = target.model.name_or_path
         self.target = target
         self.settings = tiny_settings(directory, store={"uri": str(folder), **overrides.pop("store", {})}, **overrides)
@@ -34,7 +35,7 @@ class Rig:
             self.settings.store_uri,
             fingerprint=target.fingerprint,
             geometry=target.geometry,
-            dtype=torch.float32,
+            dtype=dtype,
             settings=self.settings.store,
         )
         self.arena = Arena(self.settings.handoff.arena_bytes, self.settings.handoff.lease_s)
@@ -51,6 +52,7 @@ class Rig:
     def read(self, result):
         k, v = (part.clone() for part in self.reader.open(result.handoff))
         self.reader.confirm(result.handoff)
+        self.reader.release(result.handoff)
         return k, v
 
     def path(self, ids) -> Path:
@@ -58,24 +60,24 @@ class Rig:
         (path,) = Path(self.settings.store_uri).rglob(f"{key}*")
         return path
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         """Everything is given back: hand-off memory and pins."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             if not self.arena.stats()["live"] and not self.mender.host_tier.stats()["pinned_bytes"]:
                 break
-            time.sleep(0.01)
+            await asyncio.sleep(0.01)
         assert self.arena.stats()["live"] == 0
         assert self.mender.host_tier.stats()["pinned_bytes"] == 0
         self.mender.host_tier.check_integrity()
 
 
 @pytest.fixture
-def rig(tiny, tmp_path):
+async def rig(tiny, tmp_path):
     rig = Rig(tiny, tmp_path / "store")
     rig.precompute()
     yield rig
-    rig.settle()
+    await rig.settle()
     rig.mender.shutdown()
 
 
@@ -120,7 +122,7 @@ async def test_damage_is_a_counted_miss_with_the_undamaged_answer(tiny, tmp_path
     assert result.misses == {} and result.hits == {"store": 3}
     again.read(result)
     for each in (rig, fresh, again):
-        each.settle()
+        await each.settle()
 
 
 async def test_swapped_objects_are_misses(tiny, tmp_path):
@@ -133,7 +135,7 @@ async def test_swapped_objects_are_misses(tiny, tmp_path):
     result = await rig.mend()
     assert sum(result.misses.values()) == 2 and "absent" not in result.misses
     rig.read(result)
-    rig.settle()
+    await rig.settle()
 
 
 async def test_a_clients_own_header_is_not_stored(tiny, tmp_path):
@@ -159,7 +161,7 @@ async def test_slow_storage_falls_back_within_the_deadline(tiny, tmp_path):
     assert result.fallback == "fetch_deadline" and result.handoff is None
     assert result.prefix_ids == tuple(token for ids in CHUNKS for token in ids)
     gate.set()
-    rig.settle()
+    await rig.settle()
     assert (await rig.mend()).fallback is None
     rig.mender.shutdown()
 
@@ -202,3 +204,71 @@ async def test_unknown_method_and_bad_chunks(rig):
         await rig.mend("nonsense")
     with pytest.raises(ValueError, match="token id"):
         await rig.mender.mend(MendRequest("r", "stale", ((600,),), ()))
+
+
+async def test_no_chunks_no_handoff(rig):
+    result = await rig.mender.mend(MendRequest("r", "stale", (), (1, 2)))
+    assert result.handoff is None and result.prefix_ids == () and result.fallback is None
+
+
+async def test_overflow_of_the_store_dtype_is_used_as_computed(tiny, tmp_path, monkeypatch):
+    """Values that float16 cannot hold must not become infinities in the prompt; nor in the store."""
+    rig = Rig(tiny, tmp_path / "store", dtype=torch.float16)
+    real = tiny.stale_kv
+    monkeypatch.setattr(tiny, "stale_kv", lambda chunks: [replace(c, v=c.v * 1e6) for c in real(chunks)])
+    want = torch.cat([real([ids])[0].v * 1e6 for ids in CHUNKS], dim=1)
+    result = await rig.mend()
+    _, v = rig.read(result)
+    assert result.misses == {"absent": 3} and (v - want).abs().max() < 1e-4 * want.abs().max()
+    rig.mender.shutdown()
+    assert not any(rig.store.contains(ids) for ids in CHUNKS)
+
+
+async def test_long_system_prompts_do_not_hold_up_the_corpus(tiny, tmp_path, monkeypatch):
+    rig = Rig(tiny, tmp_path / "store", store={"deadline_s": 1.0, "read_parallelism": 2})
+    rig.precompute()
+    gate, real = threading.Event(), tiny.stale_kv
+    monkeypatch.setattr(tiny, "stale_kv", lambda chunks: (gate.wait(10), real(chunks))[1])
+    own = [
+        asyncio.create_task(
+            rig.mender.mend(MendRequest(f"own{i}", "stale", (tuple(range(200 + i, 300)), *CHUNKS), (), {}, True))
+        )
+        for i in range(6)
+    ]
+    await asyncio.sleep(0.1)
+    result = await rig.mend()
+    assert result.fallback is None and result.misses == {}
+    rig.read(result)
+    gate.set()
+    for mended in await asyncio.gather(*own):
+        release(mended.handoff)
+    await rig.settle()
+
+
+async def test_requests_together_hold_no_more_than_the_host_tier(tiny, tmp_path):
+    """Thirty requests of which two fit at a time: all are answered, and memory never exceeds the setting."""
+    chunks = [tuple(range(10 * i, 10 * i + 9)) for i in range(30)]
+    size = Rig(tiny, tmp_path / "store").store.format.size(9)
+    rig = Rig(tiny, tmp_path / "store", host_tier={"bytes": 2 * size})
+    most, real = [], rig.store.get
+    rig.store.get = lambda ids: (most.append(rig.mender.host_tier.stats()), real(ids))[1]
+    requests = [rig.mender.mend(MendRequest(f"r{i}", "stale", (ids,), ())) for i, ids in enumerate(chunks)]
+    for result in await asyncio.gather(*requests):
+        assert result.fallback is None
+        rig.read(result)
+    assert max(stats["used_bytes"] for stats in most) <= 2 * size
+    assert rig.mender.host_tier.stats()["bypasses"] == 0
+    await rig.settle()
+
+
+async def test_a_store_that_is_down_does_not_fill_the_memory(tiny, tmp_path):
+    rig = Rig(tiny, tmp_path / "store")
+    gate = threading.Event()
+    rig.store.put = lambda chunk: gate.wait(20)
+    waiting = []
+    for i in range(40):
+        rig.read(await rig.mender.mend(MendRequest(f"r{i}", "stale", (tuple(range(10 * i, 10 * i + 9)),), ())))
+        waiting.append(rig.mender._fetcher._writer._work_queue.qsize())
+    assert max(waiting) <= 16
+    gate.set()
+    rig.mender.shutdown()
