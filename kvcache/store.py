@@ -41,6 +41,8 @@ _CHUNKS = "chunks"
 _SUFFIX = ".safetensors"
 _KEY = re.compile("[0-9a-f]{64}")
 _STALE_S = 600.0  # a writer is done, or dead, long before
+_NOT_SEEN = frozenset({MissReason.absent, MissReason.unreadable, MissReason.timeout})
+"""Reasons that say something about the reading and nothing about the object."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class VerifyReport:
 
     Attributes:
         objects: how many were checked.
-        bad: those that would be misses.
+        bad: those that would be misses; one that could not be read is among them and may be a good one.
         deleted: how many of them were deleted.
         temporary: files of killed writers that were removed.
     """
@@ -237,10 +239,11 @@ class ChunkStore:
 
         Args:
             progress: called with the number of objects checked so far.
-            delete: delete the bad objects; they are computed again when they are needed.
+            delete: delete the bad objects; they are computed again when they are needed. Objects that could not be
+                read are kept, and so are those that somebody has replaced with a good one meanwhile.
 
         Raises:
-            StoreError: the store cannot be listed, or an object cannot be deleted.
+            StoreError: the store cannot be listed, or an object cannot be looked up or deleted.
         """
         checked, bad = 0, []
         for checked, found in enumerate(self._each(self._check), start=1):
@@ -248,9 +251,8 @@ class ChunkStore:
                 bad.append(found)
             if progress is not None:
                 progress(checked)
-        for found in bad if delete else []:
-            self._objects.delete(found.path)
-        return VerifyReport(checked, bad, len(bad) if delete else 0, self.sweep())
+        deleted = sum(self._delete_bad(found) for found in bad) if delete else 0
+        return VerifyReport(checked, bad, deleted, self.sweep())
 
     def stats(self) -> StoreStats:
         """Count objects, bytes and tokens; reads every object's header.
@@ -290,6 +292,17 @@ class ChunkStore:
             miss = _storage_miss(error, key)
             return BadObject(info.path, miss.reason, miss.detail)
         return None
+
+    def _delete_bad(self, found: BadObject) -> bool:
+        if found.reason in _NOT_SEEN:
+            return False
+        # Looked at again: a service may have written it anew since it was found to be bad.
+        size = self._objects.size(found.path)
+        again = None if size is None else self._check(ObjectInfo(found.path, size, 0.0))
+        if again is None or again.reason in _NOT_SEEN:
+            return False
+        self._objects.delete(found.path)
+        return True
 
     def _claim(self, info: ObjectInfo) -> tuple[int, tuple[int, str] | None]:
         try:

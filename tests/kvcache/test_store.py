@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -442,6 +443,57 @@ def test_verify_names_the_bad_and_deletes_on_request(stored) -> None:
     assert store.verify(delete=True).deleted == 2
     assert not path.exists() and not short.exists()
     assert store.verify().bad == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EIO, "Input/output error"), MissReason.unreadable),
+        (PermissionError(errno.EACCES, "Permission denied"), MissReason.unreadable),
+        (pa.ArrowInvalid("broken stream"), MissReason.unreadable),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), MissReason.timeout),
+        (FileNotFoundError(errno.ENOENT, "listed, but not there"), MissReason.absent),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_verify_keeps_what_it_could_not_read(stored, monkeypatch, error: Exception, reason: MissReason) -> None:
+    store, chunk, path = stored
+    store.put(make_chunk(10, 11))
+    damaged = object_path(path.parents[2], (10, 11))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    read = ObjectStore.read
+
+    def failing(objects: ObjectStore, name: str, at_most: int) -> tuple[torch.Tensor, int]:
+        if name.endswith(path.name):
+            raise error
+        return read(objects, name, at_most)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "read", failing)
+        report = store.verify(delete=True)
+    assert {bad.path.split("/")[-1]: bad.reason for bad in report.bad} == {
+        path.name: reason,
+        damaged.name: MissReason.truncated,
+    }
+    assert report.deleted == 1 and not damaged.exists()
+    assert torch.equal(store.get((5, 9)).k, chunk.k)
+
+
+def test_verify_keeps_what_was_mended_or_became_unreadable_since_it_looked(stored, monkeypatch) -> None:
+    store, chunk, path = stored
+    good = path.read_bytes()
+    path.write_bytes(good[:-1])
+    report = store.verify(lambda _: path.write_bytes(good), delete=True)
+    assert ([bad.reason for bad in report.bad], report.deleted) == ([MissReason.truncated], 0)
+    assert torch.equal(store.get((5, 9)).k, chunk.k)
+
+    path.write_bytes(good[:-1])
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    report = store.verify(lambda _: monkeypatch.setattr(ObjectStore, "read", broken), delete=True)
+    assert report.deleted == 0 and path.exists()
 
 
 def test_stats(stored, tmp_path: Path) -> None:
