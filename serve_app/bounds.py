@@ -80,11 +80,15 @@ def parse(body: bytes, model: type[AnyRequest], settings: Settings) -> AnyReques
         raise ApiError(
             404, f"model {request.model!r} is not served here: use {served!r}", param="model", code="model_not_found"
         )
+    most = settings.engine.max_model_len
+    if isinstance(request, CompletionRequest) and request.token_ids is not None and len(request.token_ids) >= most:
+        wanted = request.answer_tokens or settings.api.default_max_tokens
+        raise context_exceeded(len(request.token_ids), wanted, most)
     _check_texts(request, settings)
     if request.rag is not None:
         _check_rag(request.rag, settings)
-    if request.answer_tokens is not None and request.answer_tokens >= settings.engine.max_model_len:
-        raise context_exceeded(None, request.answer_tokens, settings.engine.max_model_len)
+    if request.answer_tokens is not None and request.answer_tokens >= most:
+        raise context_exceeded(None, request.answer_tokens, most)
     return request
 
 

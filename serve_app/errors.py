@@ -23,6 +23,11 @@ RETRY_AFTER_S = 1.0
 SERVICE_OWNED = frozenset({"kv_transfer_params", "cache_salt", "extra_args"})
 """Names of vLLM request fields that only this service may set: they steer what is loaded into the KV cache."""
 
+_CONSIDERED = 48
+"""Errors of one request that are looked at; nobody mends more than that at once."""
+_LONGEST_NAME = 64
+"""Characters of a field's name that are repeated to the client."""
+
 
 class ApiError(Exception):
     """An answer other than 200.
@@ -150,13 +155,16 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """Turn pydantic's errors on a request into one 400: the first names `param`, up to three are in the message."""
-    details = _without_union_noise(error.errors(include_url=False, include_context=False))
+    found = error.errors(include_url=False, include_context=False)
+    details = _without_union_noise(found[:_CONSIDERED])
     first = details[0]
     if first["type"] == "json_invalid":
         reason = first["msg"].removeprefix("Invalid JSON: ")
         return bad_request(f"the body is not valid JSON: {reason}", code="invalid_json")
     parts = [_explain(detail, model) for detail in details[:3]]
-    if len(details) > 3:
+    if len(found) > _CONSIDERED:
+        parts.append("and many more")
+    elif len(details) > 3:
         parts.append(f"and {len(details) - 3} more")
     code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(first["type"], "invalid_value")
     if any(str(part) in SERVICE_OWNED for part in first["loc"]):
@@ -167,16 +175,17 @@ def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
 def _without_union_noise(details: list[Any]) -> list[Any]:
     """Where a union failed, keep what is wrong inside the member that fits, not that other members do not fit."""
 
+    # Paths at which, or below which, something else is wrong than the type of a member next to it.
+    known = {
+        detail["loc"][:length]
+        for detail in details
+        for length in range(len(detail["loc"]) + 1)
+        if length != len(detail["loc"]) - 1 or not detail["type"].endswith("_type")
+    }
+
     def is_noise(detail: Any) -> bool:
         loc = detail["loc"]
-        if not detail["type"].endswith("_type") or not loc or _is_field(loc[-1]):
-            return False
-        return any(
-            other is not detail
-            and other["loc"][: len(loc) - 1] == loc[:-1]
-            and not (len(other["loc"]) == len(loc) and other["type"].endswith("_type"))
-            for other in details
-        )
+        return detail["type"].endswith("_type") and bool(loc) and not _is_field(loc[-1]) and loc[:-1] in known
 
     return [detail for detail in details if not is_noise(detail)]
 
@@ -185,7 +194,7 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
     loc, kind = detail["loc"], detail["type"]
     name = _dotted(loc)
     if kind == "extra_forbidden":
-        field = str(loc[-1])
+        field = _clipped(str(loc[-1]))
         if field in SERVICE_OWNED:
             return f"`{name}` is set by the service and never by a client: remove it"
         known = _fields_at(loc[:-1], model)
@@ -201,8 +210,11 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return _clipped(repr(value), 60)
+
+
+def _clipped(text: str, most: int = _LONGEST_NAME) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_field(part: int | str) -> bool:
@@ -211,7 +223,7 @@ def _is_field(part: int | str) -> bool:
 
 
 def _dotted(loc: Sequence[int | str]) -> str:
-    return ".".join(str(part) for part in loc if _is_field(part))
+    return ".".join(_clipped(str(part)) for part in loc if _is_field(part))
 
 
 def _fields_at(loc: Sequence[int | str], model: type[BaseModel]) -> list[str]:

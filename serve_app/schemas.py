@@ -4,7 +4,8 @@
 Three kinds of fields. *Used* ones change the answer. *Noted* ones (user, metadata ...) are part of OpenAI's API, mean
 nothing here and are accepted, so that the official client works unchanged. *Fixed* ones (n, tools ...) are accepted at
 the value that means "off"; any other value is refused, because ignoring it would give an answer that was not asked for.
-Bounds that depend on the settings are checked in `serve_app.bounds`.
+Bounds that depend on the settings are checked in `serve_app.bounds`. Lists and dictionaries have a bound here too and
+stop at their first bad element: otherwise a body of a megabyte makes half a million errors to read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 MAX_STOPS = 4
 MAX_METHOD_PARAMS = 16
 MAX_MESSAGES = 256
+MAX_CHUNK_IDS = 1024
+"""Beyond any sensible `retrieval.max_top_k`, which is the tighter bound of a service."""
+MAX_PROMPT_IDS = 2**20
+"""Beyond any context; `engine.max_model_len` is the tighter bound of a service."""
 
 
 def _no_nul(text: str) -> str:
@@ -56,10 +61,10 @@ class RagOptions(Request):
     corpus: CorpusName | None = Field(None, description="Corpus to search; the service's default when left out.")
     top_k: int | None = Field(None, ge=1, description="Chunks to retrieve.")
     method: Name | None = Field(None, description="Repair method; the service's default when left out.")
-    method_params: Annotated[dict[Name, bool | int | float | str | None], Field(max_length=MAX_METHOD_PARAMS)] = Field(
-        default_factory=dict, description="Parameters of the repair method."
-    )
-    chunk_ids: Annotated[list[Name], Field(min_length=1)] | None = Field(
+    method_params: Annotated[
+        dict[Name, bool | int | float | str | None], Field(max_length=MAX_METHOD_PARAMS, fail_fast=True)
+    ] = Field(default_factory=dict, description="Parameters of the repair method.")
+    chunk_ids: Annotated[list[Name], Field(min_length=1, max_length=MAX_CHUNK_IDS, fail_fast=True)] | None = Field(
         None, description="Use exactly these chunks, in this order, instead of searching."
     )
 
@@ -83,7 +88,7 @@ class Message(Request):
     """A message of the conversation; content is a string or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     name: Name | None = None
 
     @property
@@ -117,7 +122,7 @@ class Sampling(Request):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     rag: RagOptions | None = None
 
     user: Text | None = None
@@ -157,7 +162,7 @@ class Sampling(Request):
 class ChatRequest(Sampling):
     """`POST /v1/chat/completions`. Retrieval is on; `rag` changes how."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, description="Longest answer, in tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -215,7 +220,12 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """`POST /v1/completions`. A plain completion; with `rag`, chunks are put before the prompt."""
 
-    prompt: Text | Annotated[list[Annotated[int, Field(ge=0)] | Text], Field(min_length=1)]
+    prompt: (
+        Text
+        | Annotated[
+            list[Annotated[int, Field(ge=0)] | Text], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)
+        ]
+    )
     logprobs: int | None = Field(None, ge=0, le=5)
 
     best_of: OneAnswer = None
