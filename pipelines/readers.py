@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
+
+from retrieval.types import MAX_DOCUMENT_ID
 
 TEXT_FIELDS = ("text", "contents", "body")
 """Names of the field that holds a record's text; the first that a record has is taken."""
@@ -53,7 +56,11 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A document as read; `text` is not empty. Plain text files are one document on line 1."""
+    """A document as read; `text` is not empty. Plain text files are one document on line 1.
+
+    A document without an id of its own is called by its source and line. Where that is too long for an id, a digest of
+    it and as much of its end as there is room for take its place: the same in every run.
+    """
 
     line: int
     document_id: str
@@ -214,7 +221,7 @@ def _read_text(filesystem: fs.FileSystem, file: InputFile) -> Iterator[Document 
     if "\0" in text:
         yield BadRecord(file.source, text.count("\n", 0, text.index("\0")) + 1, "NUL character")
         return
-    record: dict[str, Any] = {"id": file.source, "text": text.replace("\r\n", "\n")}
+    record: dict[str, Any] = {"id": _default_id(file.source), "text": text.replace("\r\n", "\n")}
     if _format(file.path) == "markdown":
         record |= _markdown_title(record["text"])
     try:
@@ -238,11 +245,20 @@ def _document(record: Mapping[str, Any], file: InputFile, line: int) -> Document
     text = _string(record, name).strip()
     if not text:
         raise _Bad(f"{name} is empty")
-    document_id = _string(record, "id") if record.get("id") is not None else f"{file.source}:{line}"
+    document_id = _string(record, "id") if record.get("id") is not None else _default_id(f"{file.source}:{line}")
     if not document_id.strip():
         raise _Bad("id is empty")
+    if len(document_id) > MAX_DOCUMENT_ID:
+        raise _Bad(f"id has {len(document_id)} characters: shorten it to at most {MAX_DOCUMENT_ID}")
     title = " ".join(_string(record, "title").split())  # a title is one line
     return Document(line, document_id, title, text, _string(record, "source") or file.source)
+
+
+def _default_id(name: str) -> str:
+    if len(name) <= MAX_DOCUMENT_ID:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+    return f"{digest}:{name[len(digest) + 1 - MAX_DOCUMENT_ID :]}"
 
 
 def _string(record: Mapping[str, Any], name: str) -> str:

@@ -5,6 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_CHUNK_ID = 256
+"""Characters of the longest chunk id."""
+MAX_DOCUMENT_ID = MAX_CHUNK_ID - 16
+"""Characters of the longest document id: a chunk id is that, `#` and the chunk's number in the document."""
+
 
 @dataclass(frozen=True)
 class RetrievedChunk:

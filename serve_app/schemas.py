@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from retrieval.types import MAX_CHUNK_ID
+
 MAX_STOPS = 4
 MAX_METHOD_PARAMS = 16
 MAX_MESSAGES = 256
@@ -40,6 +42,7 @@ def _only(*allowed: Any, why: str) -> BeforeValidator:
 
 Text = Annotated[str, AfterValidator(_no_nul)]
 Name = Annotated[Text, Field(min_length=1, max_length=256)]
+ChunkId = Annotated[Text, Field(min_length=1, max_length=MAX_CHUNK_ID)]
 CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=256)]
 OneAnswer = Annotated[int | None, _only(1, None, why="one answer per request is supported")]
@@ -64,7 +67,7 @@ class RagOptions(Request):
     method_params: Annotated[
         dict[Name, bool | int | float | str | None], Field(max_length=MAX_METHOD_PARAMS, fail_fast=True)
     ] = Field(default_factory=dict, description="Parameters of the repair method.")
-    chunk_ids: Annotated[list[Name], Field(min_length=1, max_length=MAX_CHUNK_IDS, fail_fast=True)] | None = Field(
+    chunk_ids: Annotated[list[ChunkId], Field(min_length=1, max_length=MAX_CHUNK_IDS, fail_fast=True)] | None = Field(
         None, description="Use exactly these chunks, in this order, instead of searching."
     )
 

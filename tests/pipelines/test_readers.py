@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.readers import BadRecord, Document, InputError, find_files, read_file
+from retrieval.types import MAX_DOCUMENT_ID
+from serve_app.schemas import RagOptions
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,38 @@ def test_a_bad_line_is_named_and_the_rest_is_read(line: bytes) -> None:
     assert (before.text, after.text) == ("before", "after")
     assert (bad.file, bad.line) == ("a.jsonl", 2)
     assert BAD_LINES[line] in bad.reason
+
+
+def test_an_id_too_long_to_ask_for_its_chunks_is_a_bad_record() -> None:
+    longest = "ü" * MAX_DOCUMENT_ID
+    rows = [{"id": longest, "text": "a"}, {"id": longest + "x", "text": "b"}, {"id": 10**300, "text": "c"}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    good, text, number = read("a.jsonl")
+    assert good.document_id == longest
+    assert text == BadRecord("a.jsonl", 2, "id has 241 characters: shorten it to at most 240")
+    assert (number.line, number.reason) == (3, "id has 301 characters: shorten it to at most 240")
+    # What is accepted can be asked for, whatever the number of chunks of the document.
+    assert RagOptions(chunk_ids=[f"{longest}#{10**9}"]).chunk_ids
+
+
+def test_a_long_path_gives_a_short_id_that_stays_the_same_and_is_its_own() -> None:
+    folders = [Path(first * 100, *["d" * 100] * 3) for first in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "n.txt").write_text("text")
+        (folder / "r.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three", "id": "own"}\n')
+    found = read(*(str(folder) for folder in folders))
+    assert [document.text for document in found] == ["text", "one", "two", "three"] * 2
+    ids = [document.document_id for document in found]
+    assert len(set(ids)) == 7 and ids[3] == ids[7] == "own"
+    derived = [document for document in found if document.document_id != "own"]
+    assert all(len(document.document_id) <= MAX_DOCUMENT_ID for document in derived)
+    assert [document.document_id[-9:] for document in derived[:3]] == ["ddd/n.txt", "r.jsonl:1", "r.jsonl:2"]
+    assert derived[0].document_id.startswith(hashlib.sha256(derived[0].source.encode()).hexdigest()[:32] + ":")
+    assert [document.source for document in derived] == [
+        str(folder / name) for folder in folders for name in ("n.txt", "r.jsonl", "r.jsonl")
+    ]
+    assert ids == [document.document_id for document in read(*(str(folder) for folder in folders))]
 
 
 def test_parquet_rows() -> None:
