@@ -27,12 +27,13 @@ class EngineDeployment:
     async def __init__(self, settings: Settings) -> None:
         # Here, not above: importing vLLM takes seconds and memory, and only this replica needs it.
         from engine.engine import Engine
-        from engine.proof import prove_engine
+        from engine.proof import EngineProof
 
+        proof = EngineProof(settings) if settings.engine.startup_proof else None
         self._engine = Engine(settings)
         await self._engine.start()
-        if settings.engine.startup_proof:
-            await prove_engine(self._engine, settings)
+        if proof is not None:
+            await proof.check(self._engine)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         """Answer, piece by piece; a cancelled request is aborted in vLLM and its hand-off ended.

@@ -48,7 +48,7 @@ class _Writer:
     async def _pieces(self) -> AsyncIterator[GenerateDelta]:
         async for delta in self.answer.deltas():
             self._tokens += len(delta.token_ids)
-            self._cached = max(self._cached, delta.cached_tokens)
+            self._cached = delta.cached_tokens  # the last word counts: a hand-off may turn out lost
             yield delta
 
     async def _collect(self) -> tuple[str, str | None, list[dict[str, Any]] | None]:

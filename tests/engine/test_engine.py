@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.proof import prove_engine
+from engine.engine import LOST, Engine
+from engine.proof import EngineProof
 from engine.types import GenerateRequest
 from kvcache.arena import Arena
 from kvcache.geometry import UnsupportedTargetError
@@ -169,6 +172,38 @@ async def test_a_released_handoff_is_a_miss(engine, target, transport):
     close(got.logprobs, want.logprobs)
 
 
+MAKER = """
+import json, sys
+from kvcache.arena import Arena
+from kvcache.handoff import SharedMemoryTransport
+from kvcache.target import TargetLLM
+from tests.engine.prompts import stale_ticket
+from tests.tiny import tiny_settings
+target = TargetLLM.load(settings=tiny_settings(sys.argv[1]))
+transport = SharedMemoryTransport(Arena(2**24, 60))
+for name in ("known", "lost"):
+    print(json.dumps(stale_ticket(target, transport, name, [json.loads(sys.argv[2])])), flush=True)
+input()
+"""
+
+
+async def test_a_handoff_lost_in_the_worker_is_a_miss(engine, settings):
+    """Its maker dies where only the scheduler has mapped it: the plan is made, the worker's load fails."""
+    prefix, question = IDS[:80], IDS[200:207]
+    want = await answer(engine, "want", prefix + question)
+    command = [sys.executable, "-c", MAKER, settings.target.model, json.dumps(prefix)]
+    maker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    known, lost = (json.loads(maker.stdout.readline()) for _ in range(2))
+    known["address"]["slot_id"] = "0" * 16  # mapped by the scheduler, and refused there
+    assert (await answer(engine, "known", prefix + question, known)).last.handoff_miss == "LeaseError"
+    maker.kill()
+    maker.wait()
+    got = await answer(engine, "lost", prefix + question, lost)
+    assert got.last.handoff_miss == LOST and got.last.cached_tokens == 0
+    close(got.logprobs, want.logprobs)
+    assert len(got.token_ids) == 4
+
+
 async def test_the_same_request_twice(engine, target, transport):
     prefix, question = IDS[:80], IDS[200:207]
     first = await answer(engine, "same", prefix + question, stale_ticket(target, transport, "same", [prefix]))
@@ -206,12 +241,12 @@ async def test_through_rays_object_transport(engine, target, ray_alone):
 
 
 async def test_proof(engine, settings, target, monkeypatch):
-    await prove_engine(engine, settings, target)
+    await EngineProof(settings, target).check(engine)
     # A target whose KV is not the engine's: every layer movable, but other weights.
     other = TargetLLM.load(settings=tiny_settings(tiny_model_dir(_beside(settings), seed=1)))
     other.fingerprint = target.fingerprint
     with pytest.raises(UnsupportedTargetError, match="one chunk at position 0"):
-        await prove_engine(engine, settings, other)
+        await EngineProof(settings, other).check(engine)
 
 
 def _beside(settings):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
-from engine.proof import prove_engine
+from engine.proof import EngineProof
 from kvcache.arena import Arena
 from kvcache.handoff import SharedMemoryTransport
 from kvcache.target import TargetLLM
@@ -22,7 +22,7 @@ async def test_stale_through_vllm(tmp_path, family, rope):
     engine = Engine(settings)
     await engine.start()
     try:
-        await prove_engine(engine, settings, target)
+        await EngineProof(settings, target).check(engine)
         chunks, question = [list(range(10, 90)), list(range(100, 233))], [7, 8, 9]
         transport = SharedMemoryTransport(Arena(2**24, 60))
         flat = [token for chunk in chunks for token in chunk]
