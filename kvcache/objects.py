@@ -130,6 +130,13 @@ class ObjectStore:
         """Objects below a folder, one subfolder at a time; temporary files are left out."""
         return (info for info in self._walk(folder) if not info.path.endswith(_TEMP_SUFFIX))
 
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders in a folder, from one listing that goes no deeper."""
+        selector = pafs.FileSelector(self._full(folder), allow_not_found=True)
+        with self._explained("list", folder):
+            found = self._retry(self._fs.get_file_info, selector)
+        return [info.base_name for info in found if info.type == pafs.FileType.Directory]
+
     def sweep(self, folder: str, older_than_s: float) -> int:
         """Remove temporary files that no writer can be busy with any more, and say how many."""
         if self._atomic_put:

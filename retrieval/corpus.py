@@ -17,7 +17,7 @@ import hashlib
 import re
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -38,6 +38,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _POINTER = re.compile(r"(\d{6,}-[0-9a-f]{8}) ([0-9a-f]{64})\n")
 _ATTEMPTS = 3
 """Times a reader starts again because the generation it was reading was replaced and collected."""
+
+Listing = Callable[[str], list[str]]
+"""Names of the corpora at a location."""
 
 
 def table_schema(dimension: int) -> pa.Schema:
@@ -88,6 +91,7 @@ class Corpus:
         *,
         columns: Sequence[str] = SERVED_COLUMNS,
         index_settings: RetrievalSettings | None = None,
+        listing: Listing | None = None,
     ) -> Corpus:
         """Read the current generation.
 
@@ -96,13 +100,14 @@ class Corpus:
             name: the corpus.
             columns: columns of the table to keep.
             index_settings: how to search the index; None leaves the index unread.
+            listing: asked for the names in the message, should there be no such corpus; None lists them.
 
         Raises:
             UnknownCorpusError: there is no such corpus.
             CorpusIntegrityError: a file is missing or altered; it is named.
         """
         for attempt in range(_ATTEMPTS):
-            pointer = read_pointer(corpora_uri, name)
+            pointer = read_pointer(corpora_uri, name, listing or list_corpora)
             try:
                 return cls._read(corpora_uri, name, pointer, columns, index_settings)
             except CorpusIntegrityError:
@@ -186,12 +191,17 @@ _kept_client = functools.lru_cache(maxsize=16)(_client)
 
 def list_corpora(corpora_uri: str) -> list[str]:
     """Names of the corpora that have a generation, sorted."""
-    parts = (info.path.split("/") for info in corpora_at(corpora_uri).list(""))
-    return sorted(path[0] for path in parts if path[1:] == [CURRENT])
+    objects = corpora_at(corpora_uri)
+    return sorted(name for name in objects.folders("") if objects.size(f"{name}/{CURRENT}") is not None)
 
 
-def read_pointer(corpora_uri: str, name: str) -> Pointer:
+def read_pointer(corpora_uri: str, name: str, listing: Listing = list_corpora) -> Pointer:
     """Read `CURRENT`.
+
+    Args:
+        corpora_uri: location of the corpora.
+        name: the corpus.
+        listing: asked for the names in the message, should there be no such corpus.
 
     Raises:
         UnknownCorpusError: there is none, or the name is not one a corpus can have (it becomes a folder's name).
@@ -202,7 +212,7 @@ def read_pointer(corpora_uri: str, name: str) -> Pointer:
             raise FileNotFoundError(name)
         data = bytes(_read_whole(corpora_at(corpora_uri), f"{name}/{CURRENT}"))
     except FileNotFoundError:
-        known = ", ".join(map(repr, list_corpora(corpora_uri))) or "none yet (run `cachemend ingest`)"
+        known = ", ".join(map(repr, listing(corpora_uri))) or "none yet (run `cachemend ingest`)"
         raise UnknownCorpusError(f"unknown corpus {name!r}; known: {known}") from None
     match = _POINTER.fullmatch(data.decode(errors="replace"))
     if match is None:

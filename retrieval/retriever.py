@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from kvcache.settings import Settings
 from kvcache.target import load_tokenizer
 from retrieval.bm25 import LexicalIndex
 from retrieval.chunking import tokenizer_digest
-from retrieval.corpus import Corpus, read_pointer
+from retrieval.corpus import Corpus, list_corpora, read_pointer
 from retrieval.embedding import TextEmbedder
 from retrieval.errors import CorpusIntegrityError, CorpusMismatchError, UnknownCorpusError
 from retrieval.fusion import reciprocal_rank_fusion
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Seconds between looks at the `CURRENT` of each served corpus."""
+_LISTING_S = 1.0
+"""Seconds for which the names of the corpora in a message may be old."""
 _WIDENING = 4
 """How many times more candidates are fetched when the limit per document leaves a result short."""
 
@@ -56,13 +59,29 @@ class _Snapshot:
     lexical: LexicalIndex | None
 
 
+class _Listing:
+    """The corpora there are, for messages: whoever asks for unknown ones many times a second causes few listings."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: list[str] = []
+        self._until = -math.inf
+
+    def __call__(self, corpora_uri: str) -> list[str]:
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._names = list_corpora(corpora_uri)
+                self._until = time.monotonic() + _LISTING_S
+            return self._names
+
+
 class Retriever:
     """Finds chunks. Safe to call from several threads.
 
-    A corpus is read when it is first asked for. From then on a background thread looks once a second for a newer
-    generation and reads it while searches go on in the old one; no search waits for it, and a search that started in
-    one generation ends in it. A newer generation that is damaged, or that belongs to another tokenizer or embedding
-    model, is not taken: the old one stays and the reason is logged once.
+    A corpus is read when it is first asked for, while searches in others go on. From then on a background thread looks
+    once a second for a newer generation and reads it while searches go on in the old one; no search waits for it, and a
+    search that started in one generation ends in it. A newer generation that is damaged, or that belongs to another
+    tokenizer or embedding model, is not taken: the old one stays and the reason is logged once.
 
     Args:
         settings: what to serve, and the target whose tokenizer the corpora must match.
@@ -76,7 +95,10 @@ class Retriever:
         self._served: dict[str, _Snapshot] = {}
         self._refused: dict[str, str] = {}
         self._trouble: dict[str, str] = {}
-        self._loading = threading.Lock()
+        # One for each corpus that is being read; it goes with the last thread that holds or awaits it.
+        self._loading: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
+        self._loading_guard = threading.Lock()
+        self._listing = _Listing()
         self._closed = threading.Event()
         weakref.finalize(self, self._closed.set)
         threading.Thread(
@@ -127,6 +149,10 @@ class Retriever:
         """Id of the generation served now; raises like `query`."""
         return self._snapshot(corpus).corpus.generation
 
+    def serves(self, corpus: str) -> bool:
+        """Whether a generation of that corpus is in memory; if not, the first to ask for it waits until it is read."""
+        return corpus in self._served
+
     def refresh(self) -> None:
         """Take the current generation of every served corpus now, rather than at the next look."""
         for name in list(self._served):
@@ -139,14 +165,18 @@ class Retriever:
     def _snapshot(self, corpus: str) -> _Snapshot:
         snapshot = self._served.get(corpus)
         if snapshot is None:
-            with self._loading:
+            with self._loading_of(corpus):
                 snapshot = self._served.get(corpus) or self._load(corpus)
                 self._served[corpus] = snapshot
         return snapshot
 
+    def _loading_of(self, name: str) -> threading.Lock:
+        with self._loading_guard:
+            return self._loading.setdefault(name, threading.Lock())
+
     def _load(self, name: str) -> _Snapshot:
         retrieval = self._settings.retrieval
-        corpus = Corpus.open(self._settings.corpora_uri, name, index_settings=retrieval)
+        corpus = Corpus.open(self._settings.corpora_uri, name, index_settings=retrieval, listing=self._listing)
         corpus.manifest.owner.check(name, self._owner)
         lexical = LexicalIndex(corpus.table["text"].to_pylist()) if retrieval.hybrid else None
         return _Snapshot(corpus, lexical)
@@ -156,11 +186,11 @@ class Retriever:
         if served is None:
             return
         try:
-            current = read_pointer(self._settings.corpora_uri, name).generation
+            current = read_pointer(self._settings.corpora_uri, name, self._listing).generation
             if current in (served.corpus.generation, self._refused.get(name)):
                 return
             try:
-                with self._loading:
+                with self._loading_of(name):
                     self._served[name] = self._load(name)
             except (CorpusIntegrityError, CorpusMismatchError):
                 self._refused[name] = current  # it will not get better: a generation never changes

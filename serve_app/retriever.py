@@ -13,6 +13,8 @@ from serve_app.messages import RetrieveRequest, RetrieveResult
 
 MAX_BATCH = 32
 """Questions embedded and searched in one go."""
+_LOADERS = 4
+"""Corpora read, or found to be unknown, at the same time."""
 
 _Waiting = tuple[RetrieveRequest, asyncio.Future[RetrieveResult]]
 
@@ -43,6 +45,9 @@ class RetrieverDeployment:
             self._retriever.generation(corpus)
         # One thread: embedding and FAISS use all the cores they may within one call.
         self._thread = ThreadPoolExecutor(1, "retrieve")
+        # Others, for what waits for storage: nobody's search stands behind the reading of another corpus.
+        self._loaders = ThreadPoolExecutor(_LOADERS, "load-corpus")
+        self._loading: dict[str, asyncio.Future[str]] = {}
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -52,6 +57,7 @@ class RetrieverDeployment:
         Raises:
             UnknownCorpusError, UnknownChunkError: the message names what is known.
         """
+        await self._loaded(request.corpus)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         if self._worker is None or self._worker.done():
@@ -60,11 +66,23 @@ class RetrieverDeployment:
 
     async def ready(self) -> None:
         """Return when corpora can be listed. Raises whatever the file system raises."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._list)
+        await asyncio.get_running_loop().run_in_executor(self._loaders, self._list)
 
     def __del__(self) -> None:
         if hasattr(self, "_retriever"):
             self._retriever.close()
+
+    async def _loaded(self, corpus: str) -> None:
+        """Return when that corpus is in memory; however many wait for it, one thread reads it."""
+        if self._retriever.serves(corpus):
+            return
+        reading = self._loading.get(corpus)
+        if reading is None:
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self._loaders, self._retriever.generation, corpus)
+            self._loading[corpus] = reading
+            reading.add_done_callback(lambda _: self._loading.pop(corpus))
+        await asyncio.shield(reading)  # one that leaves must not take the others' corpus along
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()

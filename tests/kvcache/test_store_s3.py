@@ -15,6 +15,7 @@ import torch
 from kvcache.chunk import ChunkKV, chunk_key
 from kvcache.chunk_object import HEADER_BYTES
 from kvcache.geometry import Geometry
+from kvcache.objects import ObjectStore
 from kvcache.settings import StoreSettings
 from kvcache.store import ChunkMiss, ChunkStore, MissReason, StoreError, StoreMismatchError
 from tests.s3 import ELSEWHERE, FORBIDDEN, SLOW_DOWN, S3Server, s3_server
@@ -217,3 +218,11 @@ def test_many_threads_read_and_write(s3: S3Server) -> None:
     assert all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(chunks, found, strict=True))
     assert sum(path.endswith("target.json") and verb == "PUT" for verb, path in s3.seen) == 1
     assert store.verify().objects == 40
+
+
+def test_folders_of_a_bucket_are_the_prefixes_of_its_objects(s3: S3Server) -> None:
+    objects = ObjectStore(s3.uri(f"{BUCKET}/root"), attempts=2, retry_base_s=0.01)
+    assert objects.folders("") == []
+    for path in ("a/CURRENT", "a/generations/1/x", "b/deep/er", "file"):
+        objects.write(path, [b"x"])
+    assert sorted(objects.folders("")) == ["a", "b"] and objects.folders("a") == ["generations"]

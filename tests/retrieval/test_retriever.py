@@ -8,14 +8,18 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvcache.objects import ObjectStore
 from kvcache.settings import Settings
 from kvcache.target import load_tokenizer
 from retrieval.chunking import tokenizer_digest
+from retrieval.corpus import Corpus
 from retrieval.errors import CorpusIntegrityError, CorpusMismatchError, UnknownChunkError, UnknownCorpusError
 from retrieval.retriever import POLL_S, Retriever
 from tests.retrieval.conftest import Publish
@@ -176,6 +180,88 @@ def test_a_removed_corpus_is_no_longer_served(settings: Settings, put: Publish, 
     retriever.refresh()
     with pytest.raises(UnknownCorpusError, match="known: 'other'"):
         retriever.search("c", ["fox"], 1)
+
+
+class SlowOpen:
+    """`Corpus.open`, held up for one corpus until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._open, self._name = Corpus.open, name
+        monkeypatch.setattr(Corpus, "open", self)
+
+    def __call__(self, corpora_uri: str, name: str, **options: object) -> Corpus:
+        if name == self._name:
+            self.begun.set()
+            assert self.go.wait(30)
+        return self._open(corpora_uri, name, **options)
+
+
+def within(seconds: float, work: Callable[[], object]) -> object:
+    """What a call returns, if it returns in time."""
+    return ThreadPoolExecutor(1).submit(work).result(seconds)
+
+
+def test_reading_one_corpus_holds_up_no_other(
+    put: Publish, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever.close()  # only this test looks for generations
+    for corpus in ("slow", "loaded", "cold"):
+        put(TEXTS, corpus=corpus)
+    retriever.search("slow", ["fox"], 1), retriever.search("loaded", ["fox"], 1)
+    old, new = retriever.generation("slow"), put({"new": "fox"}, corpus="slow").generation
+    slow = SlowOpen(monkeypatch, "slow")
+    with ThreadPoolExecutor(1) as pool:
+        refreshing = pool.submit(retriever.refresh)
+        try:
+            assert slow.begun.wait(10)
+            for corpus in ("loaded", "cold"):
+                assert within(10, lambda name=corpus: retriever.search(name, ["fox"], 1))[0][0].document_id == "fox"
+            with pytest.raises(UnknownCorpusError):
+                within(10, lambda: retriever.search("nowhere", ["fox"], 1))
+            assert retriever.generation("slow") == old
+        finally:
+            slow.go.set()
+        refreshing.result(10)
+    assert retriever.generation("slow") == new
+
+
+def test_a_corpus_is_read_once_however_many_ask_first(
+    put: Publish, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(TEXTS)
+    opened, open_corpus = [], Corpus.open
+
+    def counting(*args: object, **options: object) -> Corpus:
+        opened.append(args)
+        time.sleep(0.1)
+        return open_corpus(*args, **options)
+
+    monkeypatch.setattr(Corpus, "open", counting)
+    assert not retriever.serves("c")
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(retriever.generation, ["c"] * 8))) == 1
+    assert len(opened) == 1 and retriever.serves("c")
+
+
+def test_unknown_corpora_cost_few_listings_and_leave_nothing(
+    put: Publish, retriever: Retriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(TEXTS)
+    calls: list[str] = []
+    for name in ("folders", "list"):
+        whole = getattr(ObjectStore, name)
+        monkeypatch.setattr(
+            ObjectStore, name, lambda *args, name=name, whole=whole: (calls.append(name), whole(*args))[1]
+        )
+    started = time.monotonic()
+    for number in range(100):
+        with pytest.raises(UnknownCorpusError, match="known: 'c'"):
+            retriever.search(f"nowhere{number}", ["fox"], 1)
+    assert set(calls) == {"folders"} and len(calls) <= 2 + (time.monotonic() - started) / 1.0
+    assert not retriever._loading and not retriever.serves("nowhere0")
+    put(TEXTS, corpus="nowhere0")
+    assert retriever.search("nowhere0", ["fox"], 1)  # the memory of the listing is for the message only
 
 
 def test_readers_see_one_generation_each_while_five_are_published(settings: Settings, put: Publish) -> None:
