@@ -26,7 +26,8 @@ STOP_TIMEOUT_S = 45.0
 FORCE_TIMEOUT_S = 5.0
 POLL_S = 1.0
 SERVE = str(Path(sys.executable).with_name("serve"))
-DEPLOY_FAILED = "DEPLOY_FAILED"
+DEPLOY_FAILED = ("DEPLOY_FAILED", "Failed to update the deployments")
+"""What Serve logs when it has given an application up; it goes on running without it."""
 LOG_LINES = 12
 
 
@@ -170,7 +171,7 @@ def _wait_until_ready(
         lines = log.read_text(errors="replace").splitlines()
         if process.poll() is not None:
             what = "ended by itself"
-        elif any(DEPLOY_FAILED in line for line in lines):
+        elif any(sign in line for line in lines for sign in DEPLOY_FAILED):
             what = "could not be deployed"
         elif waited > READY_TIMEOUT_S:
             what = f"was not ready after {waited:.0f} s"
@@ -185,6 +186,8 @@ def _wait_until_ready(
 def _environment() -> dict[str, str]:
     environment = dict(os.environ, RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", PYTHONUNBUFFERED="1")
     environment.pop("RAY_ADDRESS", None)
+    # Ray runs its workers at lower priority than everything else on the machine. Here they are what the user waits for.
+    environment.setdefault("RAY_worker_niceness", "0")
     return environment
 
 
