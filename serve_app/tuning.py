@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 
 REPLICA_ENVIRONMENT: dict[str, str] = {
-    # One event loop per replica instead of three: nothing here blocks it, and each switch of thread costs a request
-    # tenths of a millisecond.
+    # One event loop per replica instead of three, to save switches of thread. What each switch here gains has not been
+    # measured on a quiet machine yet: `python -m benchmarks.framework` does.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",

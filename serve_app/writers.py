@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from serve_app.replies import (
 from serve_app.schemas import ChatRequest, CompletionRequest
 
 
-class _Writer:
+class _Writer(ABC):
     """What both kinds share.
 
     Args:
@@ -86,8 +87,9 @@ class _Writer:
     def _usage(self) -> Usage:
         return usage(self.answer.prompt_tokens, self._tokens, self._cached)
 
+    @abstractmethod
     def _choice(self, delta: GenerateDelta, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """One streamed choice, in the shape of the endpoint."""
 
 
 class ChatWriter(_Writer):
