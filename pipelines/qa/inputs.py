@@ -9,6 +9,7 @@ words at the chunks' ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -59,4 +60,4 @@ def recut(chunks: Sequence[Sequence[int]], windows: int = WINDOWS) -> list[tuple
     flat = [token for ids in chunks for token in ids]
     size, longer = divmod(len(flat), windows)
     starts = [i * size + min(i, longer) for i in range(windows + 1)]
-    return [tuple(flat[a:b]) for a, b in zip(starts, starts[1:], strict=False) if a < b]
+    return [tuple(flat[a:b]) for a, b in pairwise(starts) if a < b]
