@@ -44,11 +44,13 @@ class RepairedPrefix:
         token_ids: ids that stand for the rows; the prompt is these, then the question, which starts at position `rows`.
         kv: canonical keys and values `[L, T_i, H, D]` of consecutive pieces; the lengths add up to `rows`.
         stages: seconds by stage of the repair itself.
+        macs: dense matrix multiply-accumulates of the repair, see `repair.macs`; what the engine computes not included.
     """
 
     token_ids: tuple[int, ...]
     kv: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     stages: Mapping[str, float] = field(default_factory=dict)
+    macs: int = 0
 
     @property
     def rows(self) -> int:

@@ -38,6 +38,9 @@ class CacheRepair:
         parts: "kv" (default), or "k" or "v" to repair keys or values only (for ablations: half a repair is worse than
             none).
         keep_first: leave the first chunk, which nothing comes before, as it is (default false, as published).
+
+    Attributes:
+        network: the repair network.
     """
 
     name: ClassVar[str] = "cacherepair"
@@ -53,7 +56,7 @@ class CacheRepair:
             QualityError: by its own account it is no better than stale KV, and `settings.repair.force` is off.
         """
         directory = locate(settings.repair.cacherepair or shipped(settings.target.model))
-        self._network = load_network(directory, target.model.get_input_embeddings(), target, target.device)
+        self.network = load_network(directory, target.model.get_input_embeddings(), target, target.device)
         if not settings.repair.force:
             check_quality(directory)
 
@@ -79,17 +82,17 @@ class CacheRepair:
         lacking = [request for request in requests if len(request.chunks) > 1]
         if not lacking:
             return [_assemble(request, None, {}) for request in requests]
-        device = self._network.device
+        device = self.network.device
         times = [time.perf_counter()]
         packed = _pack([chunk for request in lacking for chunk in request.stale], device)
         tokens = torch.tensor([token for request in lacking for token in joined(request.chunks)], device=device)
         times.append(time.perf_counter())
         lengths = [[len(ids) for ids in request.chunks] for request in lacking]
-        visibility = Visibility.of(lengths, self._network.config.attention, device)
+        visibility = Visibility.of(lengths, self.network.config.attention, device)
         times.append(time.perf_counter())
         # Serving precision on GPU is bfloat16; the residual is added in float32.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            self._network.repair_packed_(packed, tokens, visibility)
+            self.network.repair_packed_(packed, tokens, visibility)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
@@ -99,11 +102,14 @@ class CacheRepair:
         stages = {"transfer": transfer + back, "mask": mask, "repair": repair}
         rows = iter(packed.split([sum(each) for each in lengths]))
         return [
-            _assemble(
-                request, next(rows) if len(request.chunks) > 1 else None, stages if len(request.chunks) > 1 else {}
-            )
+            _assemble(request, next(rows), stages, self._macs(request))
+            if len(request.chunks) > 1
+            else _assemble(request, None, {})
             for request in requests
         ]
+
+    def _macs(self, request: RepairRequest) -> int:
+        return self.network.config.macs(self.network.geometry, sum(map(len, request.chunks)))
 
 
 def shipped(target_model: str) -> Path:
@@ -161,7 +167,9 @@ def _pack(chunks: Sequence[ChunkKV], device: torch.device) -> torch.Tensor:
     return packed.to(device, torch.float32)
 
 
-def _assemble(request: RepairRequest, rows: torch.Tensor | None, stages: Mapping[str, float]) -> RepairedPrefix:
+def _assemble(
+    request: RepairRequest, rows: torch.Tensor | None, stages: Mapping[str, float], macs: int = 0
+) -> RepairedPrefix:
     """A prefix of views: repaired rows `[T, L, H, 2, D]` where asked for, stale KV elsewhere."""
     parts, keep_first = request.params.get("parts", "kv"), request.params.get("keep_first", False)
     pieces, start = [], 0
@@ -173,4 +181,4 @@ def _assemble(request: RepairRequest, rows: torch.Tensor | None, stages: Mapping
             v = mended[..., 1, :] if "v" in parts else v
         pieces.append((k, v))
         start += len(chunk.token_ids)
-    return RepairedPrefix(joined(request.chunks), tuple(pieces), stages)
+    return RepairedPrefix(joined(request.chunks), tuple(pieces), stages, macs)
