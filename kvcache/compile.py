@@ -63,3 +63,15 @@ def to_hf_cache(kv: torch.Tensor) -> DynamicCache:
         keys, values = kv[:, :, index].permute(3, 0, 2, 1, 4)
         cache.update(keys.contiguous(), values.contiguous(), index)
     return cache
+
+
+def from_hf_cache(cache: DynamicCache, rotary: Rotary, rows: int) -> torch.Tensor:
+    """The way back: canonical KV, float32 `[B, T, L, H, 2, D]` in host memory, of a cache's positions 0 .. rows - 1."""
+    positions_T = torch.arange(rows)
+    batch, heads, _, head_dim = cache.layers[0].keys.shape
+    result = torch.empty(batch, rows, len(cache.layers), heads, 2, head_dim)
+    for index, layer in enumerate(cache.layers):
+        keys_BTHD, values_BTHD = (x[:, :, :rows].transpose(1, 2) for x in (layer.keys, layer.values))
+        result[:, :, index, :, 0].copy_(rotary.unrotate(keys_BTHD.float(), positions_T))
+        result[:, :, index, :, 1].copy_(values_BTHD)
+    return result

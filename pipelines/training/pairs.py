@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvcache.chunk import ChunkKV, chunk_key, token_digest
-from kvcache.compile import pack
+from kvcache.compile import from_hf_cache, pack
 from kvcache.host_tier import HostTier, PinnedChunk
 from kvcache.settings import Settings
 from kvcache.store import ChunkMiss, ChunkStore, StoreError
@@ -155,14 +155,7 @@ def joint_kv(target: TargetLLM, ids: Sequence[int]) -> torch.Tensor:
     if not 0 < len(ids) <= target.geometry.max_positions:
         raise ValueError(f"a prefix of {len(ids)} tokens; want 1 to {target.geometry.max_positions}")
     cache = target.model.get_decoder()(input_ids=torch.tensor([ids], device=target.device), use_cache=True)
-    positions_T = torch.arange(len(ids))
-    g = target.geometry
-    result = torch.empty(len(ids), g.n_layers, g.n_kv_heads, 2, g.head_dim)
-    for index, layer in enumerate(cache.past_key_values.layers):
-        keys_THD, values_THD = layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)
-        result[:, index, :, 0].copy_(target.rotary.unrotate(keys_THD.float(), positions_T))
-        result[:, index, :, 1].copy_(values_THD)
-    return result
+    return from_hf_cache(cache.past_key_values, target.rotary, len(ids))[0]
 
 
 def folder_bytes(folder: Path) -> int:
