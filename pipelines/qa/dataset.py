@@ -138,7 +138,7 @@ def _jsonl(file: InputFile) -> Iterator[tuple[str, QARow]]:
                 try:
                     yield place, _Record.model_validate_json(data).row()
                 except ValidationError as error:
-                    raise _explained(place, error) from None
+                    raise explained(place, error) from None
 
 
 def _parquet(file: InputFile) -> Iterator[tuple[str, QARow]]:
@@ -157,10 +157,11 @@ def _parquet(file: InputFile) -> Iterator[tuple[str, QARow]]:
                 try:
                     yield place, _Record.model_validate(record).row()
                 except ValidationError as error:
-                    raise _explained(place, error) from None
+                    raise explained(place, error) from None
 
 
-def _explained(place: str, error: ValidationError) -> DatasetError:
+def explained(place: str, error: ValidationError) -> DatasetError:
+    """What is wrong with a record, and where."""
     first = error.errors()[0]
     field = ".".join(map(str, first["loc"]))
     return DatasetError(f"{place}{f', field {field}' if field else ''}: {first['msg']}")
