@@ -7,6 +7,7 @@ give the six published rows within 1 %.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -57,3 +58,21 @@ class CostModel:
     def query(self, prefix: int, question: int) -> int:
         """The question over a prefix that is there, up to the first token."""
         return self.n_layers * self.rows(question, prefix + question) + self.head
+
+    def selective(
+        self, rows_per_layer: Sequence[int], context: int | Sequence[int], projected: int = 0, probe: int = 0
+    ) -> int:
+        """Selected rows recomputed, as the published tables count them; the query pass comes on top.
+
+        A row counts whole in every layer in which its K and V are refreshed, the last included, although nothing needs
+        its attention and MLP there.
+
+        Args:
+            rows_per_layer: selected rows of each layer.
+            context: keys each of them is set against: prefix and question, or the keys of each layer's context.
+            projected: rows for which one layer makes queries, keys and values and no more (CacheBlend's check layer).
+            probe: what a pass of the question that scores the prefix costs, see `rows`.
+        """
+        contexts = [context] * len(rows_per_layer) if isinstance(context, int) else context
+        layers = sum(self.rows(rows, keys) for rows, keys in zip(rows_per_layer, contexts, strict=True))
+        return layers + projected * self.qkv + probe
