@@ -158,6 +158,15 @@ class EngineSettings(Section):
     """Prove at start that reuse is right for this target, and refuse to serve when it is not."""
 
 
+class SelectiveSettings(Section):
+    """What a request may ask of the methods that run the target LLM again for selected rows."""
+
+    max_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of the rows that a request may have chosen; a method's own default is lowered to it."""
+    max_window: PositiveInt = 256
+    """Most tokens recomputed at the start of every chunk (EPIC), likewise."""
+
+
 class RepairSettings(Section):
     """Which repair methods the service offers."""
 
@@ -171,6 +180,7 @@ class RepairSettings(Section):
     """Serve a repair network even when its own validation error is not below that of stale KV."""
     batch_tokens: PositiveInt = 4096
     """Most prefix tokens mended in one pass; requests that wait for the device at the same time share passes."""
+    selective: SelectiveSettings = SelectiveSettings()
 
 
 class PromptSettings(Section):

@@ -45,12 +45,15 @@ class RepairedPrefix:
         kv: canonical keys and values `[L, T_i, H, D]` of consecutive pieces; the lengths add up to `rows`.
         stages: seconds by stage of the repair itself.
         macs: dense matrix multiply-accumulates of the repair, see `repair.macs`; what the engine computes not included.
+        shares: what the method chose, as shares of the rows: `recomputed` by the target, mean over layers; `context`
+            that these attend to, where it is sparse.
     """
 
     token_ids: tuple[int, ...]
     kv: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     stages: Mapping[str, float] = field(default_factory=dict)
     macs: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

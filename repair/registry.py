@@ -6,11 +6,32 @@ from __future__ import annotations
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from repair.base import Repairer
+from repair.cacheblend import CacheBlend
 from repair.cacherepair import CacheRepair
+from repair.epic import Epic
 from repair.full import FullPrefill
+from repair.infoflow import InfoFlow
+from repair.kvshare import KVShareLike
+from repair.legolink0 import LegoLink0
+from repair.prophetkv import ProphetKV
+from repair.relaxkv import RelaxKV
 from repair.stale import StaleKV
 
-REPAIRERS: dict[str, type[Repairer]] = {cls.name: cls for cls in (FullPrefill, StaleKV, CacheRepair)}
+REPAIRERS: dict[str, type[Repairer]] = {
+    cls.name: cls
+    for cls in (
+        FullPrefill,
+        StaleKV,
+        CacheRepair,
+        CacheBlend,
+        Epic,
+        LegoLink0,
+        InfoFlow,
+        ProphetKV,
+        RelaxKV,
+        KVShareLike,
+    )
+}
 
 
 class UnknownMethodError(ValueError):

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvcache.settings import Settings, load_settings
 from kvcache.target import TargetLLM
 
-Family = Literal["llama", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "llama3": {
@@ -59,7 +59,7 @@ def tiny_model_dir(folder: Path, family: Family = "llama", *, layers: int = 3, s
     """
     directory = folder / f"tiny-{family}-{seed}"
     tokenizer = tiny_tokenizer()
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
@@ -73,6 +73,8 @@ def tiny_model_dir(folder: Path, family: Family = "llama", *, layers: int = 3, s
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.2,  # attention far from uniform, so that a wrong position shows
     )
+    if family == "mistral":
+        sizes["sliding_window"] = None  # its default is a window, which targets must not have
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **config}), dtype=torch.float32)
     model.save_pretrained(directory)

@@ -46,4 +46,11 @@ METHODS: dict[str, Callable[[TargetLLM, Path], dict[str, Any]]] = {
     "full": _nothing,
     "stale": _nothing,
     "cacherepair": lambda target, folder: {"cacherepair": checkpoint(target, folder / "cacherepair")},
+    "cacheblend": _nothing,
+    "epic": _nothing,
+    "legolink-0": _nothing,
+    "infoflow": _nothing,
+    "prophetkv": _nothing,
+    "relaxkv": _nothing,
+    "kvshare-like": _nothing,
 }

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The question looks at the stale prefix: how much attention it gives to every row, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvcache.geometry import Rotary
+from kvcache.target import TargetLLM
+from repair.selective.kernel import RowPass
+from repair.selective.prefix import AssembledPrefix
+
+_TILE = 64
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Attention of each question token `[q, N]`, mean over heads, to one score per row `[N]`."""
+
+
+def mean(attention: torch.Tensor) -> torch.Tensor:
+    """Over question tokens; the scores add up to the share of attention that stays in the prefix."""
+    return attention.mean(dim=0)
+
+
+def l2_norm(attention: torch.Tensor) -> torch.Tensor:
+    """Over question tokens."""
+    return attention.norm(dim=0)
+
+
+def probe(
+    target: TargetLLM, prefixes: Sequence[AssembledPrefix], layers: Sequence[int], reduce: Reduce
+) -> list[torch.Tensor]:
+    """Run each prefix's question over it, up to the last of `layers`; the prefix's own rows stay as they are.
+
+    Returns:
+        Scores, float32 `[len(layers), N]`, per prefix.
+    """
+    run = RowPass(target, prefixes, [prefix.question for prefix in prefixes])
+    scores: list[dict[int, torch.Tensor]] = [{} for _ in prefixes]
+    while True:
+        run.write(run.keys_values())
+        queries = run.queries()
+        if run.layer in layers:
+            for found, prefix, q in zip(scores, prefixes, queries, strict=True):
+                found[run.layer] = reduce(question_attention(q, prefix, run.layer, target.rotary))
+        if run.layer == max(layers):
+            return [torch.stack([found[layer] for layer in layers]) for found in scores]
+        run.advance(queries=queries)
+
+
+def question_attention(
+    queries: torch.Tensor, prefix: AssembledPrefix, layer: int, rotary: Rotary, tile: int = _TILE
+) -> torch.Tensor:
+    """Attention probabilities of the question's tokens to the prefix's rows, mean over query heads.
+
+    A token's softmax is over all it sees: the prefix, and the question up to itself.
+
+    Args:
+        queries: `[q, Q, D]`, rotated, of all question tokens.
+        prefix: its keys in this layer, the question's included.
+        layer: which.
+        rotary: the target's.
+        tile: question tokens that are worked on together; bounds the memory, not the result.
+
+    Returns:
+        float32 `[q, N]`.
+    """
+    k = rotary.rotate(prefix.k[layer], prefix.positions).float().permute(1, 2, 0)  # [H, D, T]
+    q = queries.float().unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3) * queries.shape[-1] ** -0.5  # [H, G, q, D]
+    keys, own = torch.arange(k.shape[2], device=k.device), prefix.question
+    result = torch.zeros(len(own), prefix.rows, device=k.device)
+    for start in range(0, len(own), tile):
+        end = start + tile
+        unseen = keys > own[start:end, None]
+        for k_head, q_head in zip(k, q, strict=True):
+            attention = (q_head[:, start:end] @ k_head).masked_fill_(unseen, -torch.inf).softmax(dim=-1)
+            result[start:end] += attention[..., : prefix.rows].sum(dim=0)
+    return result / queries.shape[1]
