@@ -10,6 +10,7 @@ network from another folder or hub id than the settings say.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -107,10 +108,10 @@ def _add(params: dict[str, Any], text: str, whole: str) -> None:
         raise MethodSpecError(f"{whole!r}: want key=value, got {text.strip()!r}")
     if key in params:
         raise MethodSpecError(f"{whole!r}: {key} is given twice")
-    try:
-        params[key] = json.loads(value)
-    except ValueError:
-        params[key] = value
+    params[key] = value
+    if key != "preset":  # which is a name, even if it looks like a number
+        with contextlib.suppress(ValueError):
+            params[key] = json.loads(value)
 
 
 def _written(value: Any) -> str:

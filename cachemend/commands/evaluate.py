@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cachemend evaluate`: repair methods compared, as tables, figures and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cachemend import ui
+
+if TYPE_CHECKING:
+    from pipelines.evaluate import EvaluationPlan
+
+_COLUMNS = {
+    "F1": "f1",
+    "EM": "em",
+    "gold logp": "gold_logprob",
+    "KL to full": "kl_to_full",
+    "KV error": "kv_mse_normalized",
+    "K RMSE": "k_rmse",
+    "V RMSE": "v_rmse",
+    "attn RMSE": "attention_error",
+    "same tokens": "token_agreement",
+}
+_COMPARED = {"gold logp": "gold_logprob", "KL to full": "kl_to_full", "F1": "f1", "TTFT ms": "ttft_ms"}
+_TOGETHER = "all together"
+
+
+def evaluate(
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: name, name:parameter=value, name@checkpoint. full and stale are always there."
+        ),
+    ],
+    data: Annotated[
+        list[str], typer.Option(help="A data set (JSONL or Parquet with id, question, answers, chunks); repeatable.")
+    ],
+    limit: Annotated[int, typer.Option(min=0, help="Most questions per data set, the first ones; 0 takes all.")] = 0,
+    max_chunks: Annotated[int, typer.Option(min=1, help="Most chunks of a question, the first ones.")] = 20,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a question's chunks together; each chunk is cut to its share.")
+    ] = 4096,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all numbers to this file.", dir_okay=False, writable=True)
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write quality against latency to this PNG, and beside it heat maps of the KV error (NAME-kv-error).",
+            dir_okay=False,
+            writable=True,
+        ),
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Folder of work files, which a stopped run goes on from.", file_okay=False)
+    ] = Path("data/evaluation"),
+) -> None:
+    """Compare repair methods with full prefill on questions that bring their own chunks.
+
+    Says first what it costs. It can be stopped at any point; the same command measures only what is missing, and so
+    does one with more methods or questions. Times are of one process with transformers, from stale KV in host memory.
+
+    Examples:
+
+      cachemend evaluate --methods cacherepair --data questions.jsonl --limit 20 --max-tokens 512
+
+      cachemend evaluate --methods cacherepair,cacherepair:parts=v --data a.jsonl --data b.jsonl
+      --json results.json --chart chart.png
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from kvcache.settings import load_settings
+    from pipelines.evaluate import Evaluation, EvaluationJob
+    from repair.spec import parse_methods
+
+    disable_progress_bar()
+    for path in (json_file, chart):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)  # found out now, not after hours
+    job = EvaluationJob(parse_methods(methods), data, limit, max_chunks, max_tokens, work)
+    with ui.stages() as bar:
+        evaluation = Evaluation(job, load_settings(), bar)
+        plan = evaluation.plan()
+        ui.say(_announced(plan))
+        result = evaluation.run()
+    if json_file is not None:
+        json_file.write_text(ui.to_json(result) + "\n", encoding="utf-8")
+    if chart is not None:
+        _draw(result, chart)
+    tables = result["data_sets"] if len(result["data_sets"]) > 1 else {}
+    for name, summary in {**tables, ", ".join(result["data_sets"]) if not tables else _TOGETHER: result}.items():
+        _print(f"{name}: {summary['requests']} questions", summary)
+
+
+def _announced(plan: EvaluationPlan) -> str:
+    pairs = plan.requests * len(plan.methods)
+    return (
+        f"{plan.requests:,} questions, {plan.tokens:,} tokens of chunks, {len(plan.methods)} methods "
+        f"({', '.join(plan.methods)}); {plan.missing:,} of {pairs:,} measurements to make, "
+        f"about {ui.duration(plan.seconds_estimate)}"
+    )
+
+
+def _draw(result: Mapping[str, Any], chart: Path) -> None:
+    from pipelines.evaluation.charts import kv_error_maps, quality_latency
+
+    target = result["config"]["target"]["model"]
+    title = f"{', '.join(result['data_sets'])} ({result['requests']} questions), {Path(target).name}"
+    quality_latency(result, title, chart)
+    maps = chart.with_stem(f"{chart.stem}-kv-error")
+    if kv_error_maps(result, title, maps):
+        ui.say(f"figures in {chart} and {maps}")
+
+
+def _print(title: str, summary: Mapping[str, Any]) -> None:
+    ui.out.print(_methods(title, summary))
+    ui.out.print(_differences(summary))
+    chosen = (f"{family}: {label or 'none'}" for family, label in summary["half_budget"].items())
+    ui.out.print(
+        f"within half of full's median TTFT, each method's largest preset: {'; '.join(chosen)}\n", highlight=False
+    )
+
+
+def _methods(title: str, summary: Mapping[str, Any]) -> Table:
+    caption = "means over questions; TTFT and repair: median / 90th percentile"
+    table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for heading in (*_COLUMNS, "TTFT ms", "repair ms", "GMAC", "KV"):
+        table.add_column(heading, justify="right")
+    for label, one in summary["methods"].items():
+        times = (f"{one[name]['p50']:,.0f} / {one[name]['p90']:,.0f}" for name in ("ttft_ms", "repair_ms"))
+        table.add_row(
+            label,
+            *(_number(one[metric]) for metric in _COLUMNS.values()),
+            *times,
+            f"{one['macs'] / 1e9:,.1f}",
+            ui.size(one["memory"]["kv_bytes"]),
+        )
+    return table
+
+
+def _differences(summary: Mapping[str, Any]) -> Table:
+    table = Table(caption="difference, and its paired 95 % bootstrap interval", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for heading in _COMPARED:
+        for other in ("stale", "full"):
+            table.add_column(f"{heading} - {other}", justify="right")
+    for label, found in summary["intervals"].items():
+        cells = []
+        for metric in _COMPARED.values():
+            for other in ("stale", "full"):
+                interval = found[metric][f"to_{other}"]
+                low, high = _number(interval["low"]), _number(interval["high"])
+                cells.append("" if label == other else f"{_number(interval['difference'])} [{low}, {high}]")
+        table.add_row(label, *cells)
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is evaluated: each question of each data set, as the token ids of its chunks, its question and its answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvcache.prompt import PromptTemplate, plain_ids
+from kvcache.settings import Settings
+from kvcache.target import TargetLLM
+from pipelines.qa.dataset import QARow, dataset_digest, read_dataset
+from pipelines.qa.inputs import fixed_chunks
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be run; the text says why and what to change."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """One question.
+
+    Attributes:
+        data: name of its data set.
+        id: of the row.
+        chunks: token ids per chunk, header chunk first.
+        question_ids: ids that follow the chunks.
+        answers: accepted answers, as text.
+        answer_ids: their ids, as they follow the prompt.
+    """
+
+    data: str
+    id: str
+    chunks: tuple[tuple[int, ...], ...]
+    question_ids: tuple[int, ...]
+    answers: tuple[str, ...]
+    answer_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens per chunk."""
+        return tuple(map(len, self.chunks))
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(self.lengths)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over everything but the names."""
+        content = {key: value for key, value in asdict(self).items() if key not in ("data", "id")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set's requests.
+
+    Attributes:
+        name: the file's name without its ending.
+        digest: of the rows that are used.
+        requests: in the file's order.
+    """
+
+    name: str
+    digest: str
+    requests: tuple[EvaluationRequest, ...]
+
+
+def read_requests(
+    paths: Sequence[str], target: TargetLLM, settings: Settings, limit: int, max_chunks: int, max_tokens: int
+) -> list[DataSet]:
+    """Read data sets and build their requests.
+
+    Args:
+        paths: one file or folder per data set.
+        target: the target LLM.
+        settings: `settings.prompt` counts here.
+        limit: most requests per data set; 0 takes all.
+        max_chunks, max_tokens: caps on a request's own chunks, see `pipelines.qa.inputs.fixed_chunks`.
+
+    Raises:
+        DatasetError: a data set that cannot be used.
+        EvaluationError: two data sets of one name, rows without chunks, or a prompt that the target cannot take.
+    """
+    template = PromptTemplate(target.tokenizer, settings.prompt)
+    header = template.header_ids()
+    result: list[DataSet] = []
+    for path in paths:
+        name = Path(path).stem
+        if name in {data.name for data in result}:
+            raise EvaluationError(f"{path}: there is another data set of the name {name!r}; rename one")
+        rows = read_dataset(path, limit)
+        requests = []
+        for row in rows:
+            if row.chunks is None:
+                raise EvaluationError(
+                    f"{path}: row {row.id!r} has no chunks of its own, and every method needs the same ones"
+                )
+            chunks = (header, *(ids for ids in fixed_chunks(row, target.tokenizer, max_chunks, max_tokens) if ids))
+            question = template.question_ids([{"role": "user", "content": row.question}])
+            requests.append(_request(name, row, chunks, question, target, settings))
+            _check_length(path, requests[-1], target)
+        result.append(DataSet(name, dataset_digest(rows), tuple(requests)))
+    return result
+
+
+def _request(
+    name: str,
+    row: QARow,
+    chunks: tuple[tuple[int, ...], ...],
+    question: tuple[int, ...],
+    target: TargetLLM,
+    settings: Settings,
+) -> EvaluationRequest:
+    # After "Answer:" a space belongs to the answer's first token.
+    space = " " if settings.prompt.answer_cue else ""
+    answers = tuple(tuple(plain_ids(target.tokenizer, f"{space}{answer}")) for answer in row.answers)
+    return EvaluationRequest(name, row.id, chunks, question, row.answers, answers)
+
+
+def _check_length(path: str, request: EvaluationRequest, target: TargetLLM) -> None:
+    longest = request.prefix_tokens + len(request.question_ids) + max(map(len, request.answer_ids))
+    if longest > target.geometry.max_positions:
+        raise EvaluationError(
+            f"{path}: row {request.id!r} needs {longest} positions, the target has {target.geometry.max_positions}; "
+            "lower --max-tokens"
+        )
