@@ -17,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from engine.executor import OneProcessExecutor
 from engine.types import GenerateDelta, GenerateRequest
 from kvcache.arena import Arena, ArenaFullError, LeaseError
 from kvcache.geometry import Geometry
@@ -156,6 +157,7 @@ def _engine_args(settings: Settings) -> AsyncEngineArgs:
         kv_cache_memory_bytes=engine.kv_cache_bytes if on_cpu else None,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         tensor_parallel_size=engine.tensor_parallel_size,
+        distributed_executor_backend=OneProcessExecutor if on_cpu and engine.tensor_parallel_size == 1 else None,
         enforce_eager=engine.enforce_eager,
         # Repaired KV is approximate: it must never answer for the same tokens in another request.
         enable_prefix_caching=False,

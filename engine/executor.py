@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM on one CPU worker: scheduler and worker in one process.
+
+vLLM would put them into two, joined by a queue in shared memory whose reader spins for a second after each message:
+while the worker computes, the scheduler takes a core from it. vLLM asks for the second process because OpenMP must be
+set up before a process starts; `Engine` does that for the process both live in.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class OneProcessExecutor(UniProcExecutor):
+    """`UniProcExecutor` by another name: by its own, vLLM replaces it with worker processes on CPU."""
