@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first token through HTTP, one client, methods taking turns on the same questions.
+"""Time to first token through HTTP, one client, methods taking turns on the same list of questions.
 
     python -m benchmarks.ttft [--methods full,stale] [--top-k 8] [--questions 10] [--json FILE]
 
-Uses the example corpus (made on first use, like the demo) and starts the service itself. Every question is asked
-twice: the first time its chunks come from the object store, the second time from the host tier. Answers are one token
-long, so that only the prefill counts. Memory is that of the whole service, shared pages counted once (PSS).
+Uses the example corpus (made on first use, like the demo) and starts the service itself. The first time round, the
+chunks of the first method that reuses any come from the object store, later from the host tier. A client that uses one
+method asks it question after question, so a method's turn is the whole list: between two long prefills even a process
+that only passes messages on starts with cold caches. Later rounds run the methods forwards and backwards, so that a
+machine that gets slower or faster meanwhile favours none. Answers are one token long, so that only the prefill counts.
+Memory is that of the whole service, shared pages counted once (PSS).
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ def measure(client: Client, methods: list[str], questions: list[str], top_k: int
     times: dict[str, dict[str, list[float]]] = {method: {name: [] for name in PASSES} for method in methods}
     stages: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
     tokens = []
-    for name in PASSES:
-        for question in questions:
-            for method in methods:
+    for name, order in ((PASSES[0], methods), (PASSES[1], methods), (PASSES[1], methods[::-1])):
+        for method in order:
+            for question in questions:
                 answer = client.ask(question, method=method, corpus=demo.CORPUS, top_k=top_k, max_tokens=1)
                 times[method][name].append(answer.ttft_s * 1e3)
                 tokens.append(answer.prompt_tokens)
