@@ -250,6 +250,9 @@ class TrainingSettings(Section):
     """Most bytes of that folder; what does not fit is computed each time it is visited."""
     cache_dtype: DType = "float16"
     """Dtype of KV in that folder."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Of float32 matrix products, as `torch.set_float32_matmul_precision` has it: below the highest, tensor cores and
+    AMX make training two to three times as fast, for an error under 0.1 % of the residual."""
     max_tokens: PositiveInt = 1024
     """Longest prefix of a training example in tokens, header chunk included; chunks beyond are left out."""
     variants: PositiveInt = 4

@@ -177,11 +177,16 @@ def train(what: TrainPlan, settings: Settings, progress: Progress | None = None)
 
 
 def _work(config: dict[str, Any]) -> None:
-    torch.set_num_threads(config["threads"])
-    context = ray.train.get_context()
     settings: Settings = config["settings"]
+    _set_up(settings, config["threads"])
+    context = ray.train.get_context()
     target = TargetLLM.load(settings=settings)
     Trainer(target, config["job"], settings, context.get_world_rank(), context.get_world_size()).run()
+
+
+def _set_up(settings: Settings, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(settings.training.matmul_precision)
 
 
 def _for_workers(settings: Settings) -> Settings:
@@ -204,7 +209,7 @@ def _timed(settings: Settings, size: str) -> dict[str, Any]:
 
 def _time_passes(settings: Settings, size: str, threads: int) -> dict[str, Any]:
     """Seconds per token of a pass of the target and of a pass of the network there and back."""
-    torch.set_num_threads(threads)
+    _set_up(settings, threads)
     target = TargetLLM.load(settings=settings)
     network = RepairNetwork(SIZES[size], target.geometry, target.model.get_input_embeddings()).to(target.device)
     ids = list(range(min(_TIMED_TOKENS, target.geometry.vocab_size, target.geometry.max_positions)))

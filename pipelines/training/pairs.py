@@ -57,7 +57,8 @@ class PairSource:
 
     def __init__(self, target: TargetLLM, settings: Settings) -> None:
         self._target = target
-        self._folder = Path(settings.training.cache_dir)
+        # Stale and joint KV must be rounded alike: where they should be equal, as in layer 0, their difference is zero.
+        self._folder = Path(settings.training.cache_dir) / settings.training.matmul_precision
         self._dtype = getattr(torch, settings.training.cache_dtype)
         self._store = ChunkStore(
             str(self._folder.resolve() / "stale"),

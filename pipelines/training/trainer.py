@@ -88,6 +88,7 @@ class Trainer:
             betas=self._recipe.betas,
             eps=self._recipe.epsilon,
             weight_decay=self._recipe.weight_decay,
+            fused=True,
         )
         self._curve = Curve(job.output / CURVE_FILE)
 
@@ -244,6 +245,7 @@ class Trainer:
             },
             "initial_gate": recipe.initial_gate,
             "residual_floor": recipe.residual_floor,
+            "matmul_precision": recipe.matmul_precision,
             "validation": {
                 "normalized_mse": found.repaired.nmse,
                 "stale_normalized_mse": found.stale.nmse,
