@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cachemend import ui
-from cachemend.commands import ask, corpus, demo, models, store, train
+from cachemend.commands import answer, ask, corpus, demo, evaluate, models, store, train
 
 OWN_PACKAGES = ("cachemend", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
@@ -96,6 +96,8 @@ app.add_typer(models.app, name="models")
 app.command("ingest")(corpus.ingest)
 app.command("precompute")(corpus.precompute)
 app.command("ask")(ask.ask)
+app.command("answer")(answer.answer)
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
 app.add_typer(store.app, name="store")

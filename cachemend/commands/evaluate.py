@@ -16,18 +16,15 @@ from cachemend import ui
 if TYPE_CHECKING:
     from pipelines.evaluate import EvaluationPlan
 
-_COLUMNS = {
+_QUALITY = {
     "F1": "f1",
     "EM": "em",
-    "gold logp": "gold_logprob",
+    "gold logprob": "gold_logprob",
     "KL to full": "kl_to_full",
-    "KV error": "kv_mse_normalized",
-    "K RMSE": "k_rmse",
-    "V RMSE": "v_rmse",
-    "attn RMSE": "attention_error",
     "same tokens": "token_agreement",
 }
-_COMPARED = {"gold logp": "gold_logprob", "KL to full": "kl_to_full", "F1": "f1", "TTFT ms": "ttft_ms"}
+_ERRORS = {"KV MSE": "kv_mse_normalized", "K RMSE": "k_rmse", "V RMSE": "v_rmse", "attention RMSE": "attention_error"}
+_COMPARED = {"gold logprob": "gold_logprob", "KL to full": "kl_to_full", "F1": "f1", "TTFT, ms": "ttft_ms"}
 _TOGETHER = "all together"
 
 
@@ -119,47 +116,46 @@ def _draw(result: Mapping[str, Any], chart: Path) -> None:
 
 
 def _print(title: str, summary: Mapping[str, Any]) -> None:
-    ui.out.print(_methods(title, summary))
-    ui.out.print(_differences(summary))
-    chosen = (f"{family}: {label or 'none'}" for family, label in summary["half_budget"].items())
-    ui.out.print(
-        f"within half of full's median TTFT, each method's largest preset: {'; '.join(chosen)}\n", highlight=False
-    )
-
-
-def _methods(title: str, summary: Mapping[str, Any]) -> Table:
-    caption = "means over questions; TTFT and repair: median / 90th percentile"
-    table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for heading in (*_COLUMNS, "TTFT ms", "repair ms", "GMAC", "KV"):
-        table.add_column(heading, justify="right")
-    for label, one in summary["methods"].items():
+    methods = summary["methods"]
+    ui.out.print(f"\n{title}", style="bold", highlight=False)
+    for columns in (_QUALITY, _ERRORS):
+        table = _table("method", *columns)
+        for label, one in methods.items():
+            table.add_row(label, *(_number(one[metric]) for metric in columns.values()))
+        ui.out.print(table)
+    table = _table("method", "TTFT, ms", "repair, ms", "GMAC", "KV", caption="times: median / 90th percentile")
+    for label, one in methods.items():
         times = (f"{one[name]['p50']:,.0f} / {one[name]['p90']:,.0f}" for name in ("ttft_ms", "repair_ms"))
-        table.add_row(
-            label,
-            *(_number(one[metric]) for metric in _COLUMNS.values()),
-            *times,
-            f"{one['macs'] / 1e9:,.1f}",
-            ui.size(one["memory"]["kv_bytes"]),
-        )
+        table.add_row(label, *times, f"{one['macs'] / 1e9:,.1f}", ui.size(one["memory"]["kv_bytes"]))
+    ui.out.print(table)
+    ui.out.print(_differences(summary))
+    ui.out.print("within half of full's median TTFT, each method's largest preset:")
+    for family, label in summary["half_budget"].items():
+        ui.out.print(f"  {family}: {label or 'none'}", highlight=False)
+
+
+def _table(*headings: str, caption: str | None = None) -> Table:
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        first = heading is headings[0]
+        table.add_column(heading, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     return table
 
 
 def _differences(summary: Mapping[str, Any]) -> Table:
-    table = Table(caption="difference, and its paired 95 % bootstrap interval", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for heading in _COMPARED:
-        for other in ("stale", "full"):
-            table.add_column(f"{heading} - {other}", justify="right")
-    for label, found in summary["intervals"].items():
-        cells = []
-        for metric in _COMPARED.values():
-            for other in ("stale", "full"):
-                interval = found[metric][f"to_{other}"]
-                low, high = _number(interval["low"]), _number(interval["high"])
-                cells.append("" if label == other else f"{_number(interval['difference'])} [{low}, {high}]")
-        table.add_row(label, *cells)
+    caption = "differences with their paired 95 % bootstrap intervals; in TTFT, of medians"
+    table = _table("method", "minus stale", "minus full", caption=caption)
+    for heading, metric in _COMPARED.items():
+        table.add_section()
+        table.add_row(f"[bold]{heading}[/bold]")
+        for label, found in summary["intervals"].items():
+            cells = ("" if label == other else _interval(found[metric][f"to_{other}"]) for other in ("stale", "full"))
+            table.add_row(f"  {label}", *cells)
     return table
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{_number(found['difference'])} [{_number(found['low'])}, {_number(found['high'])}]"
 
 
 def _number(value: float | None) -> str:

@@ -42,8 +42,18 @@ def quality_latency(summary: Mapping[str, Any], title: str, path: Path) -> None:
                 axes.annotate(point[2], point[:2], xytext=(4, 4), textcoords="offset points", fontsize=7)
         half = 0.5 * methods[REFERENCE]["ttft_ms"]["p50"]
         axes.axvline(half, linestyle=":", color="grey", linewidth=1)
-        axes.annotate("half of full", (half, 1), xycoords=("data", "axes fraction"), fontsize=7, color="grey", va="top")
-        axes.set(xlabel="median time to first token, ms", ylabel=name, xlim=(0, None))
+        axes.annotate(
+            "half of full",
+            (half, 0.99),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color="grey",
+            va="top",
+        )
+        slowest = max(one["ttft_ms"]["p50"] for one in methods.values())
+        axes.set(xlabel="median time to first token, ms", ylabel=name, xlim=(0, 1.2 * slowest))  # room for labels
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)

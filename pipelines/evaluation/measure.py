@@ -103,8 +103,9 @@ class Meter:
             stale: stale KV of the request's chunks, in host memory.
 
         Returns:
-            `{"metrics": {name: number or None}, "answer": text, "attention": [L], "kv_error": sums or None}`, and for
-            full prefill also `"kv_joint"`: sums of squares, see `kv_error.Sums`. Numbers of a metric:
+            `{"metrics": {name: number or None}, "answer": text, "attention": [L], "shares": {name: share of the rows},
+            "kv_error": sums or None}`, and for full prefill also `"kv_joint"`: sums of squares, see `kv_error.Sums`.
+            Metrics:
 
             f1, em: of the greedy answer, by CacheRepair's definitions; 0 to 1.
             gold_logprob, gold_logprob_sum: natural log-likelihood of the best gold answer, per token and in all.
@@ -135,6 +136,7 @@ class Meter:
         row: dict[str, Any] = {
             "answer": text,
             "attention": attention,
+            "shares": dict(prompt.prefix.shares),
             "kv_error": None,
             "metrics": {
                 "f1": f1(text, request.answers),

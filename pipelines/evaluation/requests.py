@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvcache.prompt import PromptTemplate, plain_ids
+from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from pipelines.qa.dataset import QARow, dataset_digest, read_dataset
 from pipelines.qa.inputs import fixed_chunks
+from pipelines.qa.scoring import gold_ids
 
 
 class EvaluationError(ValueError):
@@ -118,9 +119,7 @@ def _request(
     target: TargetLLM,
     settings: Settings,
 ) -> EvaluationRequest:
-    # After "Answer:" a space belongs to the answer's first token.
-    space = " " if settings.prompt.answer_cue else ""
-    answers = tuple(tuple(plain_ids(target.tokenizer, f"{space}{answer}")) for answer in row.answers)
+    answers = tuple(tuple(gold_ids(target.tokenizer, answer, settings.prompt)) for answer in row.answers)
     return EvaluationRequest(name, row.id, chunks, question, row.answers, answers)
 
 

@@ -94,6 +94,9 @@ def _method(rows: Sequence[Mapping[str, Any]], family: str, parameter_bytes: int
         result[name] = {"p50": float(p50), "p90": float(p90)}
     kv_bytes = _values(rows, "kv_bytes")
     result["memory"] = {"kv_bytes": float(kv_bytes.mean()), "parameter_bytes": parameter_bytes}
+    # What the repairer chose, see RepairedPrefix; a prefix that lacks nothing is passed through without any.
+    shares = sorted({name for row in rows for name in row["shares"]})
+    result["shares"] = {name: float(np.mean([row["shares"].get(name, 0.0) for row in rows])) for name in shares}
     result["attention_error_by_layer"] = np.mean([row["attention"] for row in rows], axis=0).tolist()
     return result
 

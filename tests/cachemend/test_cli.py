@@ -20,6 +20,7 @@ COMMANDS = [
     ["precompute"],
     ["ask"],
     ["demo"],
+    ["evaluate"],
     ["store", "verify"],
     ["store", "stats"],
 ]

@@ -117,7 +117,7 @@ def test_the_normalised_error_by_hand() -> None:
 def row(value: float, kv: bool, full: bool = False) -> dict:
     error, joint = torch.full((4, 1, 1, 2, 2), value), torch.ones(4, 1, 1, 2, 2)
     metrics = dict.fromkeys((*MEANS, "ttft_ms", "repair_ms", "kv_bytes"), value)
-    found = {"metrics": metrics, "attention": [value, 2 * value], "kv_error": None}
+    found = {"metrics": metrics, "attention": [value, 2 * value], "shares": {"recomputed": value}, "kv_error": None}
     listed = lambda sums: {name: each.tolist() for name, each in sums.items()}  # noqa: E731
     if kv:
         found["kv_error"] = listed(square_sums(error, (2, 2)))
@@ -140,6 +140,7 @@ def test_the_summary_of_made_up_rows() -> None:
     assert (stale["f1"], stale["macs"], stale["ttft_ms"]) == (3.0, 3.0, {"p50": 2.5, "p90": pytest.approx(5.1)})
     assert stale["memory"] == {"kv_bytes": 3.0, "parameter_bytes": 17}
     assert stale["attention_error_by_layer"] == [3.0, 6.0]
+    assert stale["shares"] == {"recomputed": 3.0}
     assert stale["kv_error"]["k"]["by_region"]["all"] == pytest.approx(math.sqrt((1 + 4 + 9 + 36) / 4))
     assert (other["kv_error"], other["kv_mse_normalized"], other["f1"]) == (None, None, 1.0)
     intervals = found["intervals"]["other"]
