@@ -58,7 +58,7 @@ def test_what_is_not_a_method(text: str, said: str) -> None:
 
 
 def test_an_unknown_method_names_the_known() -> None:
-    with pytest.raises(UnknownMethodError, match="'cacherepar'; available: .*cacherepair.*full.*stale"):
+    with pytest.raises(UnknownMethodError, match=r"'cacherepar'; available: .*cacherepair.*full.*stale"):
         parse_methods("cacherepar:parts=v")
 
 
