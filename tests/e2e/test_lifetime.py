@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,41 +57,60 @@ def test_a_store_of_another_target_is_refused(tiny_service: str, tmp_path: Path)
     assert mine.fingerprint[:12] in log and other.fingerprint[:12] in log
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_nothing_is_left(tiny_service: str, tmp_path: Path, how: signal.Signals) -> None:
+@pytest.fixture
+def service(tiny_service: str, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """`serve run` on a cluster of its own; its output is in `log`."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(
-        [SERVE, "run", "--address", "local", APPLICATION],
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=environment,
-    )
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [SERVE, "run", "--address", "local", APPLICATION],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
     try:
-        family = _wait_for_engine(process, 300)
-        process.send_signal(how)
-        process.wait(timeout=60)
-        deadline = time.monotonic() + 30
-        while (left := [p for p in family if _alive(p)]) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not left, f"left behind after {how.name}: {left}"
+        yield process
     finally:
-        for survivor in (
-            [p for p in psutil.Process(process.pid).children(recursive=True) if _alive(p)]
-            if (process.poll() is None)
-            else []
-        ):
-            survivor.kill()
+        if process.poll() is None:
+            for survivor in [*psutil.Process(process.pid).children(recursive=True), process]:
+                survivor.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_nothing_is_left(service: subprocess.Popen, how: signal.Signals) -> None:
+    family = _wait_for_engine(service, 300)
+    service.send_signal(how)
+    service.wait(timeout=60)
+    _assert_gone(family)
+
+
+def test_serve_shutdown_ends_every_replica(service: subprocess.Popen, tmp_path: Path) -> None:
+    family = _wait_for_engine(service, 300)
+    replicas = [p for p in family if re.search(r"VLLM::|ServeReplica", _title(p))]
+    assert len(replicas) >= 5  # ingress, retriever, repairer, engine, and vLLM's own
+    (dashboard,) = set(re.findall(r"http://127\.0\.0\.1:\d+(?= *\x1b|\s)", (tmp_path / "log").read_text()))
+    # Ray guards a cluster that it starts itself with a token, which its own commands must be told to use.
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    subprocess.run([SERVE, "shutdown", "--yes", "--address", dashboard], check=True, timeout=120, env=environment)
+    _assert_gone(replicas)
+    assert service.poll() is None  # `serve run` stays, with its cluster, until it is ended
+
+
+def _assert_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 30
+    while (left := [p for p in processes if _alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"left behind: {left}"
 
 
 def _wait_for_engine(process: subprocess.Popen, timeout_s: float) -> list[psutil.Process]:
-    """The whole family, once vLLM's worker has joined it."""
+    """The whole family, once vLLM's engine has joined it."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "the service ended by itself"
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        if any("VLLM::Worker" in _title(member) for member in family):
+        if any("VLLM::EngineCore" in _title(member) for member in family):
             time.sleep(5)
             return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         time.sleep(1)
