@@ -94,6 +94,7 @@ def main(
 
 app.add_typer(models.app, name="models")
 app.command("ingest")(corpus.ingest)
+app.command("delete")(corpus.delete)
 app.command("precompute")(corpus.precompute)
 app.command("ask")(ask.ask)
 app.command("answer")(answer.answer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cachemend ingest` and `cachemend precompute`: from files to chunk caches."""
+"""`cachemend ingest`, `delete` and `precompute`: from files to chunk caches."""
 
 from __future__ import annotations
 
@@ -52,6 +52,31 @@ def ingest(
         report = run_ingest(paths, corpus, load_settings(), replace)
     if as_json:
         ui.print_json(report)
+
+
+def delete(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the documents, as ingest got or gave them.")],
+    corpus: Corpus,
+    as_json: ui.AsJson = False,
+) -> None:
+    """Delete documents: they are found no more once the command ends.
+
+    Chunk caches stay in the store, where other corpora may use them. Ids that no document has are reported.
+
+    Example:  cachemend delete handbook/travel.md --corpus handbook
+    """
+    from kvcache.settings import load_settings
+    from pipelines.ingest import delete_documents
+
+    report = delete_documents(corpus, ids, load_settings())
+    for document_id in report.missing:
+        ui.error(f"no document {document_id!r} in corpus {corpus!r}")
+    if as_json:
+        ui.print_json(report)
+    else:
+        ui.say(
+            f"{corpus}: {report.removed:,} documents deleted; generation {report.generation}, {report.chunks:,} chunks"
+        )
 
 
 def precompute(

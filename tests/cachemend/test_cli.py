@@ -13,13 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 from cachemend.cli import app
+from tests.pipelines.corpora import publish_corpus
+from tests.tiny import tiny_model_dir, tiny_settings
 
 COMMANDS = [
     ["models", "fetch"],
     ["ingest"],
+    ["delete"],
     ["precompute"],
     ["ask"],
     ["demo"],
+    ["answer"],
+    ["train"],
     ["evaluate"],
     ["store", "verify"],
     ["store", "stats"],
@@ -119,3 +124,14 @@ def test_fetch_json_is_all_there_is_on_stdout(runner: CliRunner, tmp_path: Path)
         ("smollm2-135m-instruct", "present"),
         ("all-minilm-l6-v2", "present"),
     ]
+
+
+def test_delete_says_what_went_and_what_was_not_there(runner: CliRunner, tmp_path: Path) -> None:
+    settings = tiny_settings(tiny_model_dir(tmp_path), root=str(tmp_path / "data"))  # where the command looks
+    publish_corpus(settings, "handbook", [(5, 6, 7), (8, 9)])
+    result = runner.invoke(app, ["delete", "doc", "typo", "--corpus", "handbook", "--json"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["removed"], report["missing"], report["chunks"]) == (1, ["typo"], 0)
+    assert "'typo'" in result.stderr
+    assert runner.invoke(app, ["delete", "doc", "--corpus", "nowhere"]).exit_code == 1
