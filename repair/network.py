@@ -187,6 +187,7 @@ class RepairNetwork(nn.Module):
         shape = (geometry.n_layers, geometry.n_kv_heads, 2, geometry.head_dim)
         self.register_buffer("sigma_delta", torch.ones(shape))
         self.register_buffer("sigma_stale", torch.ones(shape))
+        self._head: tuple[list, torch.Tensor] | None = None
 
     @classmethod
     def load(cls, directory: str | Path, embedding: nn.Embedding) -> RepairNetwork:
@@ -274,10 +275,20 @@ class RepairNetwork(nn.Module):
         if not len(tokens):
             return stale
         h_Nd = self._hidden(stale, tokens, visibility).float()
-        # stale + (h weight + bias) sigma as one matrix product that adds into the cache: the bias becomes a column.
-        head = torch.cat([self.v_head.weight, self.v_head.bias[:, None]], dim=1).mul_(self.sigma_delta.view(-1, 1))
-        stale.view(len(tokens), -1).addmm_(F.pad(h_Nd, (0, 1), value=1.0), head.T)
+        stale.view(len(tokens), -1).addmm_(F.pad(h_Nd, (0, 1), value=1.0), self._scaled_head().T)
         return stale
+
+    def _scaled_head(self) -> torch.Tensor:
+        """The head in units of the cache, its bias a last column: one matrix product then adds into the cache.
+
+        Kept until a tensor it is made of changes or moves: making it costs a twentieth of a small network's repair.
+        """
+        parts = (self.v_head.weight, self.v_head.bias, self.sigma_delta)
+        made_of = [(part.data_ptr(), part._version, part.dtype) for part in parts]
+        if self._head is None or self._head[0] != made_of:
+            head = torch.cat([self.v_head.weight, self.v_head.bias[:, None]], dim=1)
+            self._head = made_of, head.mul_(self.sigma_delta.view(-1, 1))
+        return self._head[1]
 
     def _hidden(self, stale: torch.Tensor, tokens: torch.Tensor, visibility: Visibility) -> torch.Tensor:
         """Everything up to the head: `[N, d]`."""

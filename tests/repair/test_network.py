@@ -143,6 +143,20 @@ def test_a_fresh_network_gives_stale_bit_for_bit(tiny):
     assert not network(stale, tokens, chunk_ids).any()
 
 
+@pytest.mark.parametrize("name", ["v_head.weight", "v_head.bias", "sigma_delta"])
+def test_a_repair_follows_weights_that_change(tiny, name):
+    network = random_network(tiny)
+    stale, tokens, chunk_ids = inputs(tiny)
+    network.repair(stale, tokens, chunk_ids)
+    with torch.no_grad():
+        network.state_dict()[name].mul_(3.0)
+    expected = stale + network(stale, tokens, chunk_ids) * network.sigma_delta
+    torch.testing.assert_close(network.repair(stale, tokens, chunk_ids), expected, rtol=1e-5, atol=1e-5)
+    network.load_state_dict(random_network(tiny, seed=9).state_dict(), strict=False)
+    expected = stale + network(stale, tokens, chunk_ids) * network.sigma_delta
+    torch.testing.assert_close(network.repair(stale, tokens, chunk_ids), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_seed_gives_one_network_whatever_the_variant(tiny):
     """Reinjection layers are made aside from the random stream."""
     weights = []
