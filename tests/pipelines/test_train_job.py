@@ -58,6 +58,12 @@ def alone(ray_alone: Any, directory: str, groups: Path, folder: Path) -> tuple[j
     return plan, job.train(plan, what, told.append), told
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without timed passes, each of which starts a process; `alone` was planned with them."""
+    monkeypatch.setattr(job, "_timed", lambda settings, size: {"parameters": 0, "prefill": 0.0, "update": 0.0})
+
+
 def test_the_plan_says_what_it_costs(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:
     plan, _, _ = alone
     assert (plan.groups, plan.held_out, plan.updates) == (6, 2, UPDATES)
@@ -88,7 +94,7 @@ def test_the_checkpoint_loads_as_a_repairer(alone: tuple[job.TrainPlan, job.Trai
 
 
 def test_two_workers_do_the_work_of_one(
-    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+    untimed: None, alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
 ) -> None:
     what = settings(directory, folder, workers=2)
     job.train(job.plan(groups, None, "S", UPDATES, folder / "two", what), what)
@@ -100,7 +106,7 @@ def test_two_workers_do_the_work_of_one(
 
 
 def test_a_run_that_is_done_is_not_done_again(
-    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+    untimed: None, alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
 ) -> None:
     before = (folder / "alone" / STATE_FILE).read_bytes()
     what = settings(directory, folder)
@@ -110,7 +116,7 @@ def test_a_run_that_is_done_is_not_done_again(
 
 
 def test_a_workers_error_is_told_as_it_is(
-    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+    untimed: None, alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
 ) -> None:
     what = settings(directory, folder)
     with pytest.raises(StateError, match=r"state\.safetensors belongs to a run with other"):
