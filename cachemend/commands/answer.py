@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cachemend import ui
@@ -78,24 +79,27 @@ def answer(
         ui.print_json({"plan": plan, "report": report})
         return
     ui.out.print(_table(report))
+    for label, found in report.methods.items():
+        if found.fallbacks:
+            ui.error(f"{label}: {found.fallbacks:,} prompts were computed in full all the same, see column fallback")
     ui.say(f"{report.requests:,} rows in {report.output}, {report.computed:,} of them new")
 
 
 def _table(report: AnswerReport) -> Table:
-    table = Table()
-    columns = ("method", "n", "F1", "EM", "gold log-prob", "TTFT p50", "TTFT p90", "cached tokens", "fallbacks")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for name, found in report.methods.items():
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", overflow="fold", min_width=12)
+    for name in ("n", "F1", "EM", "gold logp", "TTFT ms p50", "p90", "cached of", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, found in report.methods.items():
         table.add_row(
-            name,
+            label,
             f"{found.n:,}",
             f"{found.f1:.3f}",
             f"{found.em:.3f}",
             f"{found.gold_logprob:.3f}",
-            f"{found.ttft_p50_s * 1000:,.0f} ms",
-            f"{found.ttft_p90_s * 1000:,.0f} ms",
-            f"{found.cached_tokens:,.0f} of {found.prompt_tokens:,.0f}",
-            f"{found.fallbacks:,}",
+            f"{found.ttft_p50_s * 1000:,.0f}",
+            f"{found.ttft_p90_s * 1000:,.0f}",
+            f"{found.cached_tokens:,.0f}",
+            f"{found.prompt_tokens:,.0f}",
         )
     return table
