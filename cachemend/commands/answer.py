@@ -88,7 +88,7 @@ def answer(
 def _table(report: AnswerReport) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", overflow="fold", min_width=12)
-    for name in ("n", "F1", "EM", "gold logp", "TTFT ms p50", "p90", "cached of", "tokens"):
+    for name in ("n", "F1", "EM", "gold logp", "TTFT p50", "p90", "cached", "prompt"):
         table.add_column(name, justify="right", no_wrap=True)
     for label, found in report.methods.items():
         table.add_row(
