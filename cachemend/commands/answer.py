@@ -86,7 +86,7 @@ def answer(
 
 
 def _table(report: AnswerReport) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold", min_width=12)
     for name in ("n", "F1", "EM", "gold logp", "TTFT p50", "p90", "cached", "prompt"):
         table.add_column(name, justify="right", no_wrap=True)
