@@ -17,6 +17,7 @@ from cachemend.commands import corpus
 from cachemend.service import running_service
 from kvcache import fetch
 from kvcache.settings import Settings
+from repair.registry import offered
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "corpus"
 CORPUS = "demo"
@@ -66,7 +67,7 @@ def run(settings: Settings, limit: int | None = None) -> dict[str, Any]:
     ui.heading("3/4 service")
     with _service() as client:
         ui.heading("4/4 questions")
-        rows = ask_all(client, questions, settings.repair.methods)
+        rows = ask_all(client, questions, offered(settings))
     report.print_tables(rows)
     return report.as_json(rows, {model.name: model.origin for model in models})
 

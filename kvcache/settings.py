@@ -170,12 +170,13 @@ class SelectiveSettings(Section):
 class RepairSettings(Section):
     """Which repair methods the service offers."""
 
-    methods: tuple[str, ...] = ("full", "stale")
-    """Registry names offered by the service, see `repair.available()`."""
+    methods: tuple[str, ...] = ()
+    """Registry names offered by the service, see `repair.available()`; empty offers full, stale, and cacherepair where
+    a repair network is configured or shipped for the target."""
     default: str = "stale"
     """Method of requests that do not name one."""
     cacherepair: str | None = None
-    """Folder or hub id of CacheRepair's network; None takes the one shipped for the default target."""
+    """Folder or hub id of CacheRepair's network; None takes the one shipped for the target, if there is one."""
     force: bool = False
     """Serve a repair network even when its own validation error is not below that of stale KV."""
     batch_tokens: PositiveInt = 4096

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
+from torch import nn
 
 from kvcache.chunk import ChunkKV
+from kvcache.models import model_path
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from repair.base import MethodParamsError, RepairedPrefix, RepairRequest, joined
 from repair.checkpoint import load_network, locate
-from repair.checkpoint_config import CONFIG_FILE, CheckpointError, read_config
+from repair.checkpoint_config import CONFIG_FILE, CheckpointError, embedding_digest, read_config
 from repair.visibility import Visibility
 
 SHIPPED = {"smollm2-135m-instruct": "S"}
@@ -126,6 +129,23 @@ def shipped(target_model: str) -> Path:
             "set repair.cacherepair to the folder or hub id of one (`cachemend train` makes one)"
         )
     return folder
+
+
+def network_at_hand(settings: Settings) -> bool:
+    """Whether a repair network is configured, or one is shipped that was trained for exactly this target.
+
+    Copies of a model differ: that of the hub is not the 4-bit one the shipped network knows.
+    """
+    if settings.repair.cacherepair:
+        return True
+    try:
+        config = read_config(shipped(settings.target.model))
+        files = Path(model_path(settings.target.model, settings)) / "model.safetensors"
+        with safe_open(files, framework="pt") as weights:
+            table = weights.get_tensor("model.embed_tokens.weight")
+    except (CheckpointError, OSError):  # none shipped, or the target has not been fetched
+        return False
+    return config.target_embedding_sha256 == embedding_digest(nn.Embedding.from_pretrained(table))
 
 
 def check_quality(directory: Path) -> None:

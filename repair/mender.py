@@ -19,7 +19,7 @@ from kvcache.target import TargetLLM
 from repair.base import RepairedPrefix, Repairer, RepairRequest, joined
 from repair.batching import Batcher
 from repair.fetcher import Fetched, Fetcher, FetchError
-from repair.registry import UnknownMethodError, create
+from repair.registry import UnknownMethodError, create, offered
 from repair.types import MendRequest, MendResult
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ class Mender:
         self._target = target
         self._transport = transport
         self._handoff_wait_s = settings.handoff.wait_s
-        self._repairers: dict[str, Repairer] = {
-            name: create(name, target, settings) for name in settings.repair.methods
-        }
+        self._repairers: dict[str, Repairer] = {name: create(name, target, settings) for name in offered(settings)}
         self._fetcher = Fetcher(target, store, settings)
         # One pass at a time on the device, and one write of a repaired prefix at a time.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="repair")

@@ -7,7 +7,7 @@ from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from repair.base import Repairer
 from repair.cacheblend import CacheBlend
-from repair.cacherepair import CacheRepair
+from repair.cacherepair import CacheRepair, network_at_hand
 from repair.epic import Epic
 from repair.full import FullPrefill
 from repair.infoflow import InfoFlow
@@ -41,6 +41,14 @@ class UnknownMethodError(ValueError):
 def available() -> list[str]:
     """Names of all methods."""
     return sorted(REPAIRERS)
+
+
+def offered(settings: Settings) -> tuple[str, ...]:
+    """Names of the methods that the service offers: those of the settings, or the default ones for their target."""
+    if settings.repair.methods:
+        return settings.repair.methods
+    basic = (FullPrefill.name, StaleKV.name)
+    return (*basic, CacheRepair.name) if network_at_hand(settings) else basic
 
 
 def create(name: str, target: TargetLLM, settings: Settings) -> Repairer:

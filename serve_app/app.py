@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from kvcache.settings import Settings, load_settings
+from repair.registry import offered
 from serve_app.engine import EngineDeployment
 from serve_app.errors import RETRY_AFTER_S
 from serve_app.ingress import Ingress
@@ -78,6 +79,9 @@ class Parts:
 def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
     """Bind the four deployments; their names stay the same whatever stands behind them."""
     parts = parts or Parts()
+    # Decided once, here: what the ingress lets in is what the repairers have.
+    repair = settings.repair.model_copy(update={"methods": offered(settings)})
+    settings = settings.model_copy(update={"repair": repair})
     serving = settings.serve
     repair_gpus, engine_gpus = _gpu_shares(settings)
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache import compile_stale
 from kvcache.settings import load_settings
-from repair import RepairRequest, create, load_repairer
+from kvcache.target import TargetLLM
+from repair import RepairRequest, cacherepair, create, load_repairer
 from repair.base import MethodParamsError
 from repair.cacherepair import QualityError
 from repair.checkpoint import CheckpointError
+from repair.registry import offered
 from repair.types import MendRequest
 from tests.repair.methods import checkpoint
 from tests.repair.test_mender import CHUNKS, Rig
-from tests.tiny import tiny_target
+from tests.tiny import tiny_model_dir, tiny_settings, tiny_target
 
 OTHERS = (((3, 4, 5), (6, 7)), ((9,), (8,), (7,), (6,)), (tuple(range(50, 90)),), CHUNKS[::-1])
 
@@ -132,6 +135,21 @@ def test_without_a_network_there_is_no_method(tiny):
         create("cacherepair", tiny, load_settings(target={"model": "someone/else"}))
 
 
+def test_offered_by_default_where_a_network_fits_the_target(tiny, tmp_path, monkeypatch):
+    directory = tiny_model_dir(tmp_path)
+    target = TargetLLM.load(settings=tiny_settings(directory))
+    basic = ("full", "stale")
+    assert offered(tiny_settings(directory)) == basic
+    network = checkpoint(target, tmp_path / "network")
+    assert offered(tiny_settings(directory, repair={"cacherepair": network})) == (*basic, "cacherepair")
+    assert offered(tiny_settings(directory, repair={"cacherepair": network, "methods": basic})) == basic
+
+    monkeypatch.setattr(cacherepair, "shipped", lambda model: Path(network))
+    assert offered(tiny_settings(directory)) == (*basic, "cacherepair")
+    assert offered(tiny_settings(tiny_model_dir(tmp_path, seed=1))) == basic  # another copy of the model
+    assert offered(load_settings(target={"model": "someone/else"})) == basic  # not fetched
+
+
 def test_a_network_of_another_target_is_refused(tmp_path, folder):
     other = tiny_target(tmp_path, layers=2)
     with pytest.raises(
@@ -159,12 +177,12 @@ def test_an_account_that_cannot_be_read_is_refused(tiny, tmp_path, validation):
 
 
 @pytest.fixture
-def rig(tiny, tmp_path, folder):
+async def rig(tiny, tmp_path, folder):
     repair = {"methods": ("full", "stale", "cacherepair"), "cacherepair": folder, "batch_tokens": 150}
     rig = Rig(tiny, tmp_path / "store", repair=repair)
     rig.precompute()
     yield rig
-    rig.settle()
+    await rig.settle()
     rig.mender.shutdown()
 
 
