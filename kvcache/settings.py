@@ -268,8 +268,10 @@ class TrainingSettings(Section):
     """Loss on the normalised residual."""
     huber_delta: PositiveFloat = 1.0
     """Where the Huber loss turns linear, in units of the residual's RMS."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw is published; muon, on the network's matrices, needs a third of the updates where updates are few."""
     learning_rate: PositiveFloat = 3e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     min_learning_rate: NonNegativeFloat = 3e-5
     """Learning rate at the last update, reached on a cosine."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02

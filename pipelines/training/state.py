@@ -2,13 +2,13 @@
 """What a run needs to go on exactly where it stopped: one safetensors file, replaced whole.
 
 Nothing random has a state of its own: order and arrangements follow from seed and update number. So weights, the
-optimiser's moments and the number of the next update are all there is.
+optimisers' moments and the number of the next update are all there is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from pipelines.training.optimizers import owners
+
 FORMAT = "cachemend-training-v1"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class StateError(RuntimeError):
@@ -41,15 +42,16 @@ class Progress:
     best: float | None = None
 
 
-def save_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def save_state(path: Path, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], progress: Progress) -> None:
     """Write the state in place of the one before.
 
     Raises:
         StateError: it could not be written (disk full, permissions); the one before is intact.
     """
     tensors = {f"network/{name}": value for name, value in _kept(network).items()}
+    owner = owners(optimizers)
     for name, parameter in _trained(network).items():
-        for moment, value in optimizer.state.get(parameter, {}).items():
+        for moment, value in owner[parameter].state.get(parameter, {}).items():
             tensors[f"optimizer/{name}/{moment}"] = value
     part = path.with_name(f"{path.name}.part")
     try:
@@ -61,8 +63,10 @@ def save_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer,
         raise StateError(f"cannot write training state {path}: {error}") from error
 
 
-def load_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, run: str) -> Progress | None:
-    """Put a saved state into network and optimiser.
+def load_state(
+    path: Path, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], run: str
+) -> Progress | None:
+    """Put a saved state into network and optimisers.
 
     Args:
         run: digest of the run that wants to go on.
@@ -85,13 +89,17 @@ def load_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer,
         with torch.no_grad():
             for name, value in _kept(network).items():
                 value.copy_(tensors[f"network/{name}"])
+            owner = owners(optimizers)
             for name, parameter in _trained(network).items():
-                moments = {moment: tensors.get(f"optimizer/{name}/{moment}") for moment in _MOMENTS}
-                if all(value is not None for value in moments.values()):
-                    # torch keeps `step` on the CPU and the moments with the parameter
-                    optimizer.state[parameter] = {
-                        k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()
-                    }
+                prefix = f"optimizer/{name}/"
+                # torch keeps `step` on the CPU and the moments with the parameter
+                moments = {
+                    key.removeprefix(prefix): value if key == f"{prefix}step" else value.to(parameter.device)
+                    for key, value in tensors.items()
+                    if key.startswith(prefix)
+                }
+                if moments:
+                    owner[parameter].state[parameter] = moments
     except (KeyError, RuntimeError) as error:
         raise StateError(f"training state {path} does not fit the network: {error}") from error
     return progress

@@ -20,6 +20,7 @@ from kvcache.target import TargetLLM
 from pipelines.training.curve import Curve
 from pipelines.training.groups import Chunk, TokenGroup, arrange, epoch_order
 from pipelines.training.objectives import document_loss, objective
+from pipelines.training.optimizers import make_optimizers
 from pipelines.training.pairs import PairSource, TrainingPair
 from pipelines.training.state import Progress, load_state, save_state
 from pipelines.training.statistics import Statistics, measure
@@ -82,14 +83,7 @@ class Trainer:
         self._loss = objective(self._recipe.objective, self._recipe.huber_delta)
         self.network = self._fresh_network()
         self._parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._recipe.learning_rate,
-            betas=self._recipe.betas,
-            eps=self._recipe.epsilon,
-            weight_decay=self._recipe.weight_decay,
-            fused=True,
-        )
+        self._optimizers = make_optimizers(self.network, self._recipe)
         self._curve = Curve(job.output / CURVE_FILE)
 
     def run(self) -> None:
@@ -99,7 +93,7 @@ class Trainer:
             StateError: the state cannot be read or written, or belongs to another run.
             FloatingPointError: the loss is not finite any more.
         """
-        saved = load_state(self._job.output / STATE_FILE, self.network, self._optimizer, self._digest)
+        saved = load_state(self._job.output / STATE_FILE, self.network, self._optimizers, self._digest)
         if saved is None:
             self._set_statistics()
             saved = Progress(self._digest, 0)
@@ -137,7 +131,7 @@ class Trainer:
             StateError: it could not be written; the one before is intact.
         """
         progress = Progress(self._digest, update, best)
-        save_state(self._job.output / STATE_FILE, self.network, self._optimizer, progress)
+        save_state(self._job.output / STATE_FILE, self.network, self._optimizers, progress)
 
     def _fresh_network(self) -> RepairNetwork:
         torch.manual_seed(self._recipe.initialization_seed)
@@ -161,7 +155,8 @@ class Trainer:
 
     def _update(self, update: int) -> dict[str, Any]:
         begin = time.perf_counter()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         loss_sum, tokens = torch.zeros(()), 0
         for pair in self._batch(update):
             predicted = self.network.forward_packed(pair.stale, pair.tokens, [pair.lengths])
@@ -177,9 +172,10 @@ class Trainer:
         if not (math.isfinite(loss_sum) and math.isfinite(norm)):
             raise FloatingPointError(f"update {update + 1}: loss {float(loss_sum)}, gradient norm {float(norm)}")
         rate = learning_rate(update, self._job.updates, self._recipe)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         return {
             "update": update + 1,
             "loss": float(loss_sum),
@@ -231,7 +227,7 @@ class Trainer:
             "learning_rate_horizon_updates": self._job.updates,
             "objective": recipe.objective,
             "optimizer": {
-                "name": "AdamW",
+                "name": {"adamw": "AdamW", "muon": "Muon on matrices, AdamW on the rest"}[recipe.optimizer],
                 "betas": list(recipe.betas),
                 "epsilon": recipe.epsilon,
                 "weight_decay": recipe.weight_decay,

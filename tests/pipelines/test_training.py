@@ -86,9 +86,10 @@ def job(output: Path, updates: int, groups: int = 4) -> TrainingJob:
     return TrainingJob(random_groups(groups), random_groups(2, seed=1), HEADER, "tiny", updates, output)
 
 
-def test_overfits_four_groups(target: TargetLLM, directory: str, tmp_path: Path) -> None:
-    settings = recipe(directory, tmp_path, variants=1)
-    trainer = Trainer(target, job(tmp_path / "out", 150), settings)
+@pytest.mark.parametrize(("optimizer", "updates"), [("adamw", 150), ("muon", 100)])
+def test_overfits_four_groups(target: TargetLLM, directory: str, tmp_path: Path, optimizer: str, updates: int) -> None:
+    settings = recipe(directory, tmp_path, variants=1, optimizer=optimizer)
+    trainer = Trainer(target, job(tmp_path / "out", updates), settings)
     trainer.run()
     seen = validate(trainer.network, list(trainer.training_pairs()), trainer.statistics)
     assert seen.repaired.nmse < 0.35 * seen.stale.nmse
@@ -107,9 +108,11 @@ def test_layer_0_is_left_alone(target: TargetLLM, settings: Settings, tmp_path: 
     assert change.square().mean().sqrt() < 0.01 * pair.stale[:, 0].square().mean().sqrt()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_killed_anywhere_ends_with_the_same_weights(
-    target: TargetLLM, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TargetLLM, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
+    settings = recipe(directory, tmp_path, optimizer=optimizer)
     Trainer(target, job(tmp_path / "whole", 17), settings).run()
     kill_at = Random().randrange(1, 17)
     update = Trainer._update
