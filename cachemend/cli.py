@@ -14,9 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 from cachemend import ui
-from cachemend.commands import answer, ask, corpus, demo, evaluate, models, store, train
+from cachemend.commands import answer, ask, corpus, demo, evaluate, loadtest, models, store, train
 
-OWN_PACKAGES = ("cachemend", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
+OWN_PACKAGES = ("cachemend", "cluster", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
 EPILOG = """
 [bold]From documents to an answer[/bold]
@@ -101,4 +101,5 @@ app.command("answer")(answer.answer)
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("loadtest")(loadtest.loadtest)
 app.add_typer(store.app, name="store")

@@ -8,19 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cachemend import report, ui
 from cachemend.client import Answer, Client
 from cachemend.commands import corpus
+from cachemend.examples import CORPUS, EXAMPLES
 from cachemend.service import running_service
 from kvcache import fetch
 from kvcache.settings import Settings
 from repair.registry import offered
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "corpus"
-CORPUS = "demo"
 TOP_K = 5
 MAX_TOKENS = 24
 APPLICATION = "serve_app:app"

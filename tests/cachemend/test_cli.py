@@ -26,6 +26,7 @@ COMMANDS = [
     ["answer"],
     ["train"],
     ["evaluate"],
+    ["loadtest"],
     ["store", "verify"],
     ["store", "stats"],
 ]
