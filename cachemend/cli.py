@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cachemend import ui
-from cachemend.commands import answer, ask, corpus, demo, evaluate, loadtest, models, store, train
+from cachemend.commands import answer, ask, corpus, demo, evaluate, loadtest, models, plan, store, train
 
 OWN_PACKAGES = ("cachemend", "cluster", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
@@ -99,6 +99,7 @@ app.command("precompute")(corpus.precompute)
 app.command("ask")(ask.ask)
 app.command("answer")(answer.answer)
 app.command("demo")(demo.demo)
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("loadtest")(loadtest.loadtest)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Service times from a load test: those with which the simulation shows what was measured.
+
+Only the cells at one number of clients are used; the others are there to be predicted. Each time is a prior guess times
+a factor; factors are found by least squares over the relative errors of all measured numbers, with a pull towards 1
+that is weak against the measurement and decides where the measurement is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError
+from cluster.capacity.model import Closed, Cluster, Method, Outcome, Stages, Workload
+from cluster.capacity.simulation import simulate
+from cluster.capacity.targets import Target
+
+_TRUST = {"throughput_rps": 0.03, "ttft_ms.p50": 0.05, "e2e_ms.p50": 0.05, "ttft_ms.p95": 0.1, "e2e_ms.p95": 0.1}
+"""Relative standard deviation that each kind of number is taken to have in a single run."""
+_SPREAD = 0.3
+"""Standard deviation of the logarithm of a factor, a priori."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What was measured: target, requests and machine."""
+
+    target: Target
+    workload: Workload
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One number of a load test, measured and simulated.
+
+    Attributes:
+        method: as the load test names it.
+        concurrency: clients.
+        name: which number, e.g. `ttft_ms.p95`.
+        measured: requests per second or milliseconds.
+        predicted: in the same unit.
+        fitted: whether the fit saw it.
+    """
+
+    method: str
+    concurrency: int
+    name: str
+    measured: float
+    predicted: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error, signed."""
+        return self.predicted / self.measured - 1
+
+
+def fit(test: LoadTest, concurrency: int, installation: Installation, prior: Stages, seed: int = 7) -> Stages:
+    """The service times that explain the cells at that many clients.
+
+    Raises:
+        LoadTestError: there are no such cells.
+    """
+    cells = test.at(concurrency)
+    if not cells:
+        raise LoadTestError(f"no cells at concurrency {concurrency}; there are {test.concurrencies}")
+    guess = np.array(astuple(prior))
+    free = guess > 0
+
+    def stages(factors: np.ndarray) -> Stages:
+        values = guess.copy()
+        values[free] *= np.exp(factors)
+        return Stages(*map(float, values))
+
+    def errors(factors: np.ndarray) -> np.ndarray:
+        found = list(_compare(cells, installation, stages(factors), seed, concurrency))
+        measured = [np.log(one.predicted / one.measured) / _TRUST[one.name] for one in found]
+        return np.array([*measured, *(factors / _SPREAD)])
+
+    # Percentiles of a simulation are steps when looked at closely: slopes are taken over 2 %.
+    return stages(least_squares(errors, np.zeros(free.sum()), x_scale=0.1, diff_step=0.02, max_nfev=30).x)
+
+
+def predict(
+    test: LoadTest, installation: Installation, stages: Stages, fitted_at: int, runs: int = 5
+) -> list[Prediction]:
+    """Every number of the load test beside the simulation's, the mean of that many runs with different seeds."""
+    cells = [cell for cell in test.cells if cell.modelled]
+    repeated = [list(_compare(cells, installation, stages, seed, fitted_at)) for seed in range(runs)]
+    return [
+        replace(same[0], predicted=float(np.mean([one.predicted for one in same])))
+        for same in zip(*repeated, strict=True)
+    ]
+
+
+def guess_stages(test: LoadTest, installation: Installation) -> Stages:
+    """A prior for `fit` from the load test itself, at its fewest clients.
+
+    Full prefill's first token gives the engine's rate, what follows the first token gives the step. Loading and repair
+    start from small shares of stale's and repaired's first token.
+
+    Raises:
+        LoadTestError: full prefill or a reuse method was not measured there, or without medians.
+    """
+    cells = {cell.modelled: cell for cell in test.at(test.concurrencies[0])}
+    work, target = installation.workload, installation.target
+    tokens = int(work.mean_tokens) + work.header_tokens
+    full = _medians(cells, "full")
+    stale = _medians(cells, "stale")
+    step = max(full[1] - full[0], 1e-4) / max(work.output_tokens - 1, 1)
+    length = tokens + work.question_tokens
+    repaired = cells.get("repaired") and _medians(cells, "repaired")[0]
+    repair_s = max((repaired or 0) - stale[0], 0.05 * stale[0])
+    outside = 0.2 * stale[0]
+    return Stages(
+        step_s=step,
+        macs_per_s=target.prefill_macs(length, length) / max(full[0] - outside - step, 0.1 * full[0]),
+        load_s_per_token=max(stale[0] - outside - step, 0.1 * stale[0]) / 2 / tokens,
+        repair_macs_per_s=target.repair_macs(tokens) / repair_s,
+        outside_s=outside / 2,
+        retrieval_s=outside / 2,
+    )
+
+
+def _medians(cells: dict[Method | None, Cell], method: Method) -> tuple[float, float]:
+    cell = cells.get(method)
+    if cell is None or cell.ttft_ms.p50 is None or cell.e2e_ms.p50 is None:
+        raise LoadTestError(
+            f"the load test needs {method} with ttft_ms.p50 and e2e_ms.p50 at its lowest concurrency to be fitted"
+        )
+    return cell.ttft_ms.p50 / 1e3, cell.e2e_ms.p50 / 1e3
+
+
+def _compare(
+    cells: Sequence[Cell], installation: Installation, stages: Stages, seed: int, fitted_at: int
+) -> Iterator[Prediction]:
+    where = installation
+    for cell in cells:
+        assert cell.modelled  # the callers leave other methods out
+        seen = simulate(
+            cell.modelled,
+            Closed(cell.concurrency),
+            where.target,
+            where.workload,
+            stages,
+            where.cluster,
+            requests=cell.requests,
+            seed=seed,
+        )
+        for name, measured, predicted in _numbers(cell, seen):
+            yield Prediction(cell.method, cell.concurrency, name, measured, predicted, cell.concurrency == fitted_at)
+
+
+def _numbers(cell: Cell, seen: Outcome) -> Iterator[tuple[str, float, float]]:
+    yield "throughput_rps", cell.throughput_rps, seen.throughput_rps
+    for name, percentiles, of in (("ttft_ms", cell.ttft_ms, seen.ttft), ("e2e_ms", cell.e2e_ms, seen.e2e)):
+        for field, percent in (("p50", 50), ("p95", 95)):
+            measured = getattr(percentiles, field)
+            if measured is not None:
+                yield f"{name}.{field}", measured, of(percent) * 1e3

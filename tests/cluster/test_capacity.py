@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capacity model against queueing theory, the published load test, and itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import factorial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cachemend.cli import app
+from cluster.capacity import published
+from cluster.capacity.breakeven import NothingSavedError, break_even_requests
+from cluster.capacity.demand import Demand, Hardware, hit_rate
+from cluster.capacity.fit import Installation, fit, guess_stages, predict
+from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, read_load_test
+from cluster.capacity.model import Closed, Cluster, Open, Stages, Workload
+from cluster.capacity.planner import Question, study
+from cluster.capacity.simulation import simulate
+from cluster.capacity.size import ImpossibleError, Sizer
+from cluster.capacity.targets import PUBLISHED, UnknownTargetError, find_target
+from kvcache.settings import Settings
+
+TARGET = PUBLISHED["qwen2.5-3b"]
+STEP_S = 0.01
+ONLY_STEPS = Stages(step_s=STEP_S, macs_per_s=1e30, load_s_per_token=0.0, repair_macs_per_s=1e30, outside_s=0.0)
+ONE_AT_A_TIME = Cluster(max_num_seqs=1)
+MEASURED = Installation(published.TARGET, published.WORKLOAD, published.CLUSTER)
+
+
+def geometric(mean: float) -> Workload:
+    return Workload(mean_tokens=100, output_tokens=mean)
+
+
+def fixed(outputs: int, tokens: int = 100) -> Workload:
+    return Workload(mean_tokens=tokens, output_tokens=outputs, fixed_outputs=True)
+
+
+def wait_of_an_m_g_1_queue(rate: float, mean: float, second_moment: float) -> float:
+    """Pollaczek and Khinchine."""
+    return rate * second_moment / 2 / (1 - rate * mean)
+
+
+@pytest.mark.parametrize("used", [0.3, 0.7])
+def test_an_engine_without_batching_is_an_m_d_1_queue(used: float) -> None:
+    rate = used / STEP_S
+    seen = simulate("full", Open(rate), TARGET, fixed(1), ONLY_STEPS, ONE_AT_A_TIME, requests=20_000)
+    expected = STEP_S + wait_of_an_m_g_1_queue(rate, STEP_S, STEP_S**2)
+    assert seen.e2e_s.mean() == pytest.approx(expected, rel=0.04)
+    assert seen.busy["engine"] == pytest.approx(used, rel=0.02)
+
+
+def test_an_engine_without_batching_is_an_m_g_1_queue() -> None:
+    mean, used = 4.0, 0.6
+    chance = 1 / (mean - 1)  # answers are one token plus a geometric number of them
+    second_moment = ((1 - chance) / chance**2 + mean**2) * STEP_S**2
+    rate = used / (mean * STEP_S)
+    seen = simulate("full", Open(rate), TARGET, geometric(mean), ONLY_STEPS, ONE_AT_A_TIME, requests=20_000)
+    expected = mean * STEP_S + wait_of_an_m_g_1_queue(rate, mean * STEP_S, second_moment)
+    assert seen.e2e_s.mean() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("clients", [2, 5])
+def test_a_closed_loop_is_the_machine_repairman(clients: int) -> None:
+    """Long geometric answers make service nearly exponential; time outside counts by its mean only."""
+    mean, outside = 20.0, 0.4
+    service = mean * STEP_S
+    stages = replace(ONLY_STEPS, outside_s=outside)
+    seen = simulate("full", Closed(clients), TARGET, geometric(mean), stages, ONE_AT_A_TIME, requests=4_000)
+    weights = [factorial(clients) / factorial(clients - n) * (service / outside) ** n for n in range(clients + 1)]
+    expected = (1 - weights[0] / sum(weights)) / service
+    assert seen.throughput_rps == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_little_s_law_holds(clients: int) -> None:
+    seen = simulate("repaired", Closed(clients), TARGET, published.WORKLOAD, published.PRIOR, published.CLUSTER)
+    assert seen.throughput_rps * seen.e2e_s.mean() == pytest.approx(clients, rel=0.05)
+
+
+def test_requests_in_one_batch_share_its_steps() -> None:
+    for clients in (1, 8):
+        seen = simulate("stale", Closed(clients), TARGET, fixed(10), ONLY_STEPS, Cluster(max_num_seqs=8))
+        assert seen.throughput_rps == pytest.approx(clients / (10 * STEP_S), rel=0.01)
+
+
+def test_a_prompt_longer_than_the_budget_takes_several_steps() -> None:
+    tokens, cluster = 10_000, Cluster(batch_tokens=4096)
+    work = replace(fixed(1, tokens), header_tokens=0, question_tokens=10)
+    seen = simulate("full", Closed(1), TARGET, work, ONLY_STEPS, cluster, requests=1)
+    assert seen.ttft_s[0] == pytest.approx(3 * STEP_S)
+
+
+@pytest.mark.parametrize(("link", "name"), [("storage_bytes_per_s", "storage link"), ("hop_bytes_per_s", "KV hop")])
+def test_the_slowest_link_bounds_throughput(link: str, name: str) -> None:
+    work = fixed(1, 1000)
+    carried = TARGET.kv_bytes(1000 + work.header_tokens)
+    cluster = replace(
+        Cluster(engines=4, repairers=2, host_hit_rate=0.0, first_byte_s=0.001, storage_bytes_per_s=1e15),
+        **{link: 1e9},
+    )
+    stages = replace(ONLY_STEPS, step_s=1e-4)
+    seen = simulate("stale", Closed(40), TARGET, work, stages, cluster, requests=1000)
+    assert seen.throughput_rps == pytest.approx(2 * 1e9 / carried, rel=0.05)
+    assert max(seen.busy, key=lambda kind: seen.busy[kind]) == name
+
+
+def test_what_is_in_host_memory_is_not_fetched() -> None:
+    cluster = Cluster(repairers=1, first_byte_s=0.1)
+    work = fixed(1)
+    held, fetched = (
+        simulate("stale", Closed(1), TARGET, work, ONLY_STEPS, replace(cluster, host_hit_rate=rate), requests=20)
+        for rate in (1.0, 0.0)
+    )
+    transfer = TARGET.kv_bytes(100 + work.header_tokens) / cluster.storage_bytes_per_s
+    assert fetched.ttft_s.mean() - held.ttft_s.mean() == pytest.approx(0.1 + transfer)
+
+
+def test_a_device_of_their_own_relieves_the_engine_of_repairs() -> None:
+    slow = replace(published.PRIOR, repair_macs_per_s=1e12)
+    shared, apart = (
+        simulate("repaired", Closed(8), TARGET, published.WORKLOAD, slow, Cluster(repairers=count)).throughput_rps
+        for count in (0, 8)
+    )
+    assert apart > 2 * shared
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def run(seed: int) -> np.ndarray:
+        load = Open(10.0)
+        return simulate("stale", load, TARGET, published.WORKLOAD, published.PRIOR, Cluster(), seed=seed).ttft_s
+
+    assert np.array_equal(run(3), run(3))
+    assert not np.array_equal(run(3), run(4))
+
+
+def test_published_targets_have_the_published_costs() -> None:
+    """Methods, section 0.6: 85.5 TMAC for 16,384 tokens in full, and KV bytes per token."""
+    assert TARGET.cost.full(16_384, 60) == pytest.approx(85.5e12, rel=0.005)
+    assert [target.kv_bytes(1) for target in PUBLISHED.values()] == [36_864, 131_072, 196_608]
+
+
+def test_fitted_on_one_point_of_table_21_it_predicts_the_others_within_a_tenth() -> None:
+    stages = fit(published.TABLE_21, published.FITTED_AT, MEASURED, published.PRIOR)
+    unseen = [one for one in predict(published.TABLE_21, MEASURED, stages, published.FITTED_AT) if not one.fitted]
+    assert len(unseen) == 3 * 3 * 2  # methods, concurrencies, throughput and p95
+    assert {(one.method, one.concurrency, one.name): one.error for one in unseen if abs(one.error) > 0.1} == {}
+
+
+def measured_with(stages: Stages, target_installation: Installation, clients: tuple[int, ...]) -> LoadTest:
+    """A load test of a machine with those service times."""
+    where, cells = target_installation, []
+    for method in ("full", "stale", "cacherepair"):
+        for count in clients:
+            kind = "repaired" if method == "cacherepair" else method
+            seen = simulate(
+                kind, Closed(count), where.target, where.workload, stages, where.cluster, requests=64, seed=99
+            )
+            ttft = Percentiles(p50=seen.ttft(50) * 1e3, p95=seen.ttft(95) * 1e3)
+            e2e = Percentiles(p50=seen.e2e(50) * 1e3, p95=seen.e2e(95) * 1e3)
+            cell = Cell(
+                method=method,
+                concurrency=count,
+                requests=64,
+                throughput_rps=seen.throughput_rps,
+                ttft_ms=ttft,
+                e2e_ms=e2e,
+            )
+            cells.append(cell)
+    return LoadTest(cells=cells)
+
+
+def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
+    """A machine a thousand times slower than the published one, with retrieval on the same device."""
+    here = Installation(
+        TARGET, Workload(mean_tokens=1000, output_tokens=16, fixed_outputs=True), Cluster(max_num_seqs=16)
+    )
+    true = Stages(0.1, 1.1e12, 2e-4, 1.5e11, 0.02, 0.15)
+    test = measured_with(true, here, (1, 2, 4, 8))
+    found = fit(test, 2, here, guess_stages(test, here))
+    assert found.macs_per_s == pytest.approx(true.macs_per_s, rel=0.15)
+    assert found.step_s == pytest.approx(true.step_s, rel=0.15)
+    throughputs = [one for one in predict(test, here, found, 2) if one.name == "throughput_rps" and not one.fitted]
+    assert max(abs(one.error) for one in throughputs) < 0.15
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.7, 1.0, 1.3])
+def test_hit_rate_is_the_share_of_the_most_popular(skew: float) -> None:
+    weights = np.arange(1, 200_001, dtype=float) ** -skew
+    assert hit_rate(5_000, 200_000, skew) == pytest.approx(weights[:5_000].sum() / weights.sum(), rel=1e-3)
+    assert hit_rate(300_000, 200_000, skew) == 1.0
+
+
+def sizer(**hardware: float) -> Sizer:
+    work = replace(published.WORKLOAD, top_k=6)
+    return Sizer(TARGET, work, published.PRIOR, Hardware(**hardware))
+
+
+def test_ten_times_the_rate_takes_about_ten_times_the_machines() -> None:
+    sized = sizer()
+    small, large = (sized.size("repaired", Demand(rate, 10**6, 0.5)) for rate in (1_000, 10_000))
+    for kind in ("engines", "repairers", "retrievers"):
+        assert getattr(large, kind) == pytest.approx(10 * getattr(small, kind), rel=0.1)
+    assert large.p95_ttft_s <= 0.5
+    assert max(large.used.values()) <= 0.75
+
+
+def test_a_plan_adds_up_at_internet_scale() -> None:
+    plan = sizer().size("repaired", Demand(10_000, 10**9, 0.5))
+    assert plan.storage_bytes == 10**9 * 512 * 36_864
+    prefix = TARGET.kv_bytes(2_800 + 24)
+    assert plan.hop_bytes_per_s == 10_000 * prefix
+    assert plan.storage_bytes_per_s == pytest.approx(10_000 * prefix * (1 - plan.host_hit_rate))
+    assert plan.devices == plan.engines + plan.repairers
+    assert plan.dollars_per_hour["devices"] == 2.5 * plan.devices
+    assert plan.used[plan.bottleneck] == max(plan.used.values())
+
+
+@pytest.mark.parametrize(
+    ("slow", "name"), [({"hop_bytes_per_s": 2e8}, "KV hop"), ({"storage_bytes_per_s": 1e8}, "storage link")]
+)
+def test_the_link_that_sets_the_number_of_repair_nodes_is_named(slow: dict[str, float], name: str) -> None:
+    demand = Demand(20, 10**8, 5.0)
+    plan = sizer(**slow).size("repaired", demand)
+    assert plan.repairers_set_by == name
+    assert plan.repairers > sizer().size("repaired", demand).repairers
+
+
+def test_a_bound_below_the_idle_time_is_refused() -> None:
+    with pytest.raises(ImpossibleError, match=r"full: p95 TTFT is 1.. ms on an idle cluster"):
+        sizer().size("full", Demand(1, 1000, 0.05))
+
+
+def test_break_even_is_that_of_table_22() -> None:
+    """Published for the 3B target: 5.1 to 5.8 million requests. The saving is the model's, from the load test."""
+    found = study(Question(Demand(10, 1000, 0.5), Hardware()), Settings())
+    assert found.break_even is not None
+    least, most = found.break_even["requests"]
+    assert least <= 5.1e6 <= 5.8e6 <= most
+    assert most < 6.5e6 and least > 4.5e6
+    assert break_even_requests(1.0, 0.036) == pytest.approx(100_000)
+    with pytest.raises(NothingSavedError, match="never pays"):
+        break_even_requests(1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "the whole file"),
+        ('{"cells": []}', "cells"),
+        ('{"cells": [{"method": "full", "concurrency": 0, "throughput_rps": 1}]}', "cells.0.concurrency"),
+        ('{"cells": [{"method": "full", "concurrency": 1}]}', "cells.0.throughput_rps"),
+        ('{"cells": [{"method": "epic", "concurrency": 1, "throughput_rps": 1}]}', "epic"),
+    ],
+)
+def test_an_unusable_load_test_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "test.json"
+    path.write_text(text)
+    with pytest.raises(LoadTestError, match=says) as refused:
+        read_load_test(path)
+    assert str(path) in str(refused.value)
+
+
+def test_an_unknown_target_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnknownTargetError, match=r"nonsense.*qwen2.5-3b"):
+        find_target("nonsense", str(tmp_path), 2)
+
+
+def test_the_command_answers_as_json_and_as_a_figure(tmp_path: Path) -> None:
+    chart = tmp_path / "plan.png"
+    done = CliRunner().invoke(
+        app, ["plan", "--rps", "50", "--chunks", "1e5", "--json", "--chart", str(chart)], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    assert [plan["method"] for plan in answer["plans"]] == ["full", "stale", "repaired"]
+    assert answer["fit"]["worst_error"] < 0.1
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_load_test_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "--fit", str(tmp_path / "none.json"), "--target", "qwen2.5-3b"])
+    assert done.exit_code == 1
+    assert "none.json" in done.output and "Traceback" not in done.output
