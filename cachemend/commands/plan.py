@@ -65,7 +65,7 @@ def plan(
 
       cachemend plan --rps 10000 --chunks 1e9 --chart plan.png
 
-      cachemend plan --fit loadtest.json --prompt-tokens 1000 --output-tokens 16 --rps 2 --chunks 1000 --ttft-ms 5000
+      cachemend plan --fit loadtest.json --rps 2 --chunks 1000 --ttft-ms 5000
     """
     from cluster.capacity.demand import Demand, Hardware, Prices
     from cluster.capacity.planner import Question, study

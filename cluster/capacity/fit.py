@@ -141,7 +141,7 @@ def _compare(
 ) -> Iterator[Prediction]:
     where = installation
     for cell in cells:
-        assert cell.modelled  # the callers leave other methods out
+        assert cell.modelled and cell.concurrency  # the callers leave others out
         seen = simulate(
             cell.modelled,
             Closed(cell.concurrency),

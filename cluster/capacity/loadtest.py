@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from cluster.capacity.model import Method
 
@@ -27,21 +27,25 @@ class Percentiles(BaseModel):
 
 
 class Cell(BaseModel):
-    """One method at one number of clients."""
+    """One method at one number of clients; cells without one are of an open loop, and are left aside."""
 
     model_config = ConfigDict(extra="ignore")
 
     method: str
-    concurrency: PositiveInt
+    concurrency: PositiveInt | None
     requests: PositiveInt = 256
-    throughput_rps: PositiveFloat
+    throughput_rps: NonNegativeFloat
     ttft_ms: Percentiles = Percentiles()
     e2e_ms: Percentiles = Percentiles()
+    prompt_tokens: PositiveFloat | None = None
+    """Mean tokens of a prompt, question included."""
+    completion_tokens: PositiveFloat | None = None
+    """Mean tokens of an answer."""
 
     @property
     def modelled(self) -> Method | None:
-        """The modelled method it is, if it is one."""
-        return STANDS_FOR.get(self.method)
+        """The modelled method it is, if it is one, was measured in a closed loop, and answered anything."""
+        return STANDS_FOR.get(self.method) if self.concurrency and self.throughput_rps else None
 
 
 class LoadTest(BaseModel):
@@ -58,7 +62,12 @@ class LoadTest(BaseModel):
     @property
     def concurrencies(self) -> list[int]:
         """Numbers of clients at which a modelled method was measured, ascending."""
-        return sorted({cell.concurrency for cell in self.cells if cell.modelled})
+        return sorted({cell.concurrency for cell in self.cells if cell.modelled and cell.concurrency})
+
+    def mean(self, field: str) -> float | None:
+        """Mean over the cells of a field that they may have."""
+        found = [getattr(cell, field) for cell in self.cells if getattr(cell, field) is not None]
+        return sum(found) / len(found) if found else None
 
 
 def read_load_test(path: Path) -> LoadTest:
@@ -77,5 +86,7 @@ def read_load_test(path: Path) -> LoadTest:
         raise LoadTestError(f"{path}: {field}: {first['msg']}") from error
     if not found.concurrencies:
         methods = ", ".join(sorted({cell.method for cell in found.cells}))
-        raise LoadTestError(f"{path}: has cells of {methods} only; the model knows {', '.join(STANDS_FOR)}")
+        raise LoadTestError(
+            f"{path}: no closed loop of a method that is modelled ({', '.join(STANDS_FOR)}); it has {methods}"
+        )
     return found

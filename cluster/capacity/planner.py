@@ -98,7 +98,7 @@ def study(question: Question, settings: Settings) -> Study:
         prior, fitted_at = published.PRIOR, question.fitted_at or published.FITTED_AT
     else:
         source, test = str(question.load_test), read_load_test(question.load_test)
-        measured = _measured_here(question, settings)
+        measured = _measured_here(question, test, settings)
         prior, fitted_at = guess_stages(test, measured), question.fitted_at or _middle(test)
     stages = fit(test, fitted_at, measured, prior)
     target = measured.target
@@ -155,14 +155,19 @@ def _plans(sizer: Sizer, demand: Demand) -> tuple[list[Plan], dict[Method, str]]
     return plans, impossible
 
 
-def _measured_here(question: Question, settings: Settings) -> Installation:
-    """The installation that a load test of ours was made on: all stages share one device."""
+def _measured_here(question: Question, test: LoadTest, settings: Settings) -> Installation:
+    """The installation that a load test of ours was made on: all stages share one device.
+
+    Lengths are the load test's, then the question's, then what the settings make likely.
+    """
+    seen, work = test.mean("prompt_tokens"), Workload(1)
+    documents = max(seen - work.header_tokens - work.question_tokens, 1) if seen else question.prompt_tokens
     item = _FLOAT32 if settings.target.dtype in ("auto", "float32") else _FLOAT16
     return Installation(
         find_target(question.target or settings.target.model, settings.models_dir, item),
         Workload(
-            mean_tokens=question.prompt_tokens or settings.retrieval.top_k * settings.chunking.max_tokens,
-            output_tokens=question.output_tokens or settings.api.default_max_tokens,
+            mean_tokens=documents or settings.retrieval.top_k * settings.chunking.max_tokens,
+            output_tokens=test.mean("completion_tokens") or question.output_tokens or settings.api.default_max_tokens,
             top_k=settings.retrieval.top_k,
             fixed_outputs=True,
         ),

@@ -188,6 +188,20 @@ def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
     assert max(abs(one.error) for one in throughputs) < 0.15
 
 
+def test_open_loops_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
+    path = tmp_path / "test.json"
+    cells = [
+        {"method": "full", "concurrency": 2, "throughput_rps": 1.5, "prompt_tokens": 100, "ttft_ms": {"p50": 3.0}},
+        {"method": "full", "concurrency": None, "rate_rps": 5.0, "throughput_rps": 1.0, "prompt_tokens": 300},
+        {"method": "full", "concurrency": 4, "throughput_rps": 0.0, "ttft_ms": {"p50": None}},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    test = read_load_test(path)
+    assert test.concurrencies == [2]
+    assert test.mean("prompt_tokens") == 200
+    assert test.mean("completion_tokens") is None
+
+
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.0, 1.3])
 def test_hit_rate_is_the_share_of_the_most_popular(skew: float) -> None:
     weights = np.arange(1, 200_001, dtype=float) ** -skew
@@ -204,7 +218,7 @@ def test_ten_times_the_rate_takes_about_ten_times_the_machines() -> None:
     sized = sizer()
     small, large = (sized.size("repaired", Demand(rate, 10**6, 0.5)) for rate in (1_000, 10_000))
     for kind in ("engines", "repairers", "retrievers"):
-        assert getattr(large, kind) == pytest.approx(10 * getattr(small, kind), rel=0.1)
+        assert 0 <= 10 * getattr(small, kind) - getattr(large, kind) < 10  # what is counted is rounded up
     assert large.p95_ttft_s <= 0.5
     assert max(large.used.values()) <= 0.75
 
