@@ -63,10 +63,10 @@ class Driver:
     async def closed(self, block: Block, count: int, first: int = 0) -> None:
         """Keep C requests outstanding: a client sends the next when its last is answered.
 
-        The first C completions are the *lead-in*: they met a service that was empty, or new to this method, and are
-        not counted; `count` completions after them are. The block's window goes from the end of the lead-in until a
-        client first finds nothing left to ask: all C are outstanding throughout. With fewer than `STEADY` counted
-        requests per client that never happens, and the window is the whole block.
+        Every client's first request is *lead-in*: it met a service that was empty, or new to this method, and is not
+        counted. The block's window goes from the end of the lead-in until a client first finds nothing left to ask: all
+        C are outstanding throughout. With fewer than `STEADY` counted requests per client that time is too short, and
+        the window is the whole block.
 
         Args:
             block: its load has a concurrency.
@@ -75,17 +75,19 @@ class Driver:
         """
         clients = block.load.concurrency
         assert clients is not None
-        # The lead-in's questions are sent first and not counted: the counted ones are then the cell's own.
-        numbers = iter([*range(first + count, first + count + clients), *range(first, first + count)])
-        began = lead_in = self.sender.now()
+        jobs = iter(
+            [(first + count + place, "lead-in") for place in range(clients)]
+            + [(number, "counted") for number in range(first, first + count)]
+        )
+        began = led_in = self.sender.now()
         dry: float | None = None
 
         async def client() -> None:
-            nonlocal dry, lead_in
-            for number in numbers:
-                row = await self.one(block, number, "counted")
-                if len(block.rows) <= clients:
-                    row.phase, lead_in = "lead-in", row.end_s
+            nonlocal dry, led_in
+            for number, phase in jobs:
+                row = await self.one(block, number, phase)
+                if phase == "lead-in":
+                    led_in = max(led_in, row.end_s)
                 if row.wait_s:
                     await asyncio.sleep(row.wait_s)
             dry = self.sender.now() if dry is None else dry
@@ -93,9 +95,9 @@ class Driver:
         try:
             await _all([client() for _ in range(clients)])
         finally:
-            steady = count >= STEADY * clients
-            ended = dry if dry is not None and steady else self.sender.now()
-            block.window = (lead_in if steady else began, ended)
+            until = self.sender.now() if dry is None else dry
+            steady = count >= STEADY * clients and led_in < until
+            block.window = (led_in, until) if steady else (began, self.sender.now())
 
     async def open(self, block: Block, count: int, first: int = 0) -> None:
         """Send at random times, Poisson, whether or not the service keeps up.

@@ -119,7 +119,7 @@ def test_ctrl_c_writes_what_there_is_and_says_so(tmp_path: Path) -> None:
     assert report["config"]["complete"] is False
     (cell,) = report["cells"]
     assert 20 <= cell["requests"] <= 200
-    assert cell["throughput_rps"] == pytest.approx(2 / 0.1, rel=0.25)
+    assert 0 < cell["throughput_rps"] <= 2 / 0.1 * 1.02
     with (tmp_path / "p.csv").open(newline="") as file:
         assert sum(row["phase"] == "counted" for row in csv.DictReader(file)) == cell["requests"]
     assert (tmp_path / "p.png").read_bytes().startswith(PNG)
