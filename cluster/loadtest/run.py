@@ -23,8 +23,8 @@ from cluster.loadtest.workload import Workload
 
 OPEN_CONNECTIONS = 512
 """Most connections of an open loop; requests beyond them wait, and their time runs."""
-SAMPLE_S = 1.0
-"""How often a ramp asks the service for its replicas."""
+SAMPLE_S = 2.0
+"""How often a ramp asks the service for its replicas: Ray's metrics are a megabyte of text."""
 _TRIES = 5
 _BUSY_WAIT_S = 1.0
 _BUSY = (429, 503)
