@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from kvcache.chunk import ChunkKV
-from kvcache.models import model_path
+from kvcache.models import ModelNotFoundError, model_path
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from repair.base import MethodParamsError, RepairedPrefix, RepairRequest, joined
@@ -139,12 +139,15 @@ def network_at_hand(settings: Settings) -> bool:
     if settings.repair.cacherepair:
         return True
     try:
-        config = read_config(shipped(settings.target.model))
-        files = Path(model_path(settings.target.model, settings)) / "model.safetensors"
-        with safe_open(files, framework="pt") as weights:
-            table = weights.get_tensor("model.embed_tokens.weight")
-    except (CheckpointError, OSError):  # none shipped, or the target has not been fetched
+        directory = shipped(settings.target.model)
+        file = Path(model_path(settings.target.model, settings)) / "model.safetensors"
+    except (CheckpointError, ModelNotFoundError):  # none is shipped, or the target has not been fetched
         return False
+    if not file.is_file():
+        return False
+    config = read_config(directory)  # a shipped network that is damaged is an error, not an absent one
+    with safe_open(file, framework="pt") as weights:
+        table = weights.get_tensor("model.embed_tokens.weight")
     return config.target_embedding_sha256 == embedding_digest(nn.Embedding.from_pretrained(table))
 
 

@@ -148,6 +148,9 @@ def test_offered_by_default_where_a_network_fits_the_target(tiny, tmp_path, monk
     assert offered(tiny_settings(directory)) == (*basic, "cacherepair")
     assert offered(tiny_settings(tiny_model_dir(tmp_path, seed=1))) == basic  # another copy of the model
     assert offered(load_settings(target={"model": "someone/else"})) == basic  # not fetched
+    (Path(network) / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        offered(tiny_settings(directory))
 
 
 def test_a_network_of_another_target_is_refused(tmp_path, folder):
