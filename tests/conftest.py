@@ -31,3 +31,12 @@ def ray_alone():
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+def one_thread():
+    """These passes are too small to share between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

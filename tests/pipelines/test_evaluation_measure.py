@@ -23,13 +23,7 @@ IDS = torch.randint(3, 512, (120,), generator=torch.Generator().manual_seed(5)).
 GOLDS = ((40, 41, 42), (77,))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """These passes are too small to share between threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def request(*lengths: int) -> EvaluationRequest:
