@@ -35,7 +35,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(size: str, tokens: int, chunks: int, rounds: int) -> dict[str, float]:
     """Rates in MAC/s and the repair's seconds."""
     geometry = SMOLLM2_135M

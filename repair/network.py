@@ -187,7 +187,7 @@ class RepairNetwork(nn.Module):
         shape = (geometry.n_layers, geometry.n_kv_heads, 2, geometry.head_dim)
         self.register_buffer("sigma_delta", torch.ones(shape))
         self.register_buffer("sigma_stale", torch.ones(shape))
-        self._head: tuple[list, torch.Tensor] | None = None
+        self._head: tuple[list | None, torch.Tensor] | None = None
 
     @classmethod
     def load(cls, directory: str | Path, embedding: nn.Embedding) -> RepairNetwork:
@@ -284,8 +284,10 @@ class RepairNetwork(nn.Module):
         Kept until a tensor it is made of changes or moves: making it costs a twentieth of a small network's repair.
         """
         parts = (self.v_head.weight, self.v_head.bias, self.sigma_delta)
-        made_of = [(part.data_ptr(), part._version, part.dtype) for part in parts]
-        if self._head is None or self._head[0] != made_of:
+        # Tensors made in inference mode do not say when they change: nothing is kept for them.
+        known = not any(part.is_inference() for part in parts)
+        made_of = [(part.data_ptr(), part._version, part.dtype) for part in parts] if known else None
+        if made_of is None or self._head is None or self._head[0] != made_of:
             head = torch.cat([self.v_head.weight, self.v_head.bias[:, None]], dim=1)
             self._head = made_of, head.mul_(self.sigma_delta.view(-1, 1))
         return self._head[1]

@@ -157,6 +157,16 @@ def test_a_repair_follows_weights_that_change(tiny, name):
     torch.testing.assert_close(network.repair(stale, tokens, chunk_ids), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_network_made_in_inference_mode_repairs_and_follows_its_weights(tiny):
+    stale, tokens, chunk_ids = inputs(tiny)
+    with torch.inference_mode():
+        network = random_network(tiny)
+        network.repair(stale, tokens, chunk_ids)
+        network.v_head.weight.mul_(3.0)
+        expected = stale + network(stale, tokens, chunk_ids) * network.sigma_delta
+        torch.testing.assert_close(network.repair(stale, tokens, chunk_ids), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_seed_gives_one_network_whatever_the_variant(tiny):
     """Reinjection layers are made aside from the random stream."""
     weights = []
