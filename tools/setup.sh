@@ -34,10 +34,11 @@ progress() {
         /^Installing collected / && total > 1          { print "  all found, unpacking them (a minute or two)"; fflush() }'
 }
 
+# Without --no-compile pip compiles every module of every package, most of which nobody ever imports.
 install() { # install TOTAL PIP_ARGUMENTS...
     local total=$1
     shift
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-deps "$@" 2>&1 | progress "$total"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-compile --no-deps "$@" 2>&1 | progress "$total"
 }
 
 want="$(cat $LOCK pyproject.toml | { sha256sum 2>/dev/null || shasum -a 256; } | cut -d' ' -f1) $PWD"

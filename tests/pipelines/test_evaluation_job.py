@@ -24,9 +24,10 @@ from pipelines.evaluation.requests import EvaluationError, read_requests
 from pipelines.evaluation.stale import StaleSource
 from repair.base import MethodParamsError
 from repair.spec import parse_methods
-from tests.pipelines.test_evaluation_measure import one_thread  # noqa: F401
 from tests.repair.methods import checkpoint
 from tests.tiny import tiny_model_dir, tiny_settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = (
     "the song was made in the city on the river near the old bridge",

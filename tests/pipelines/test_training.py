@@ -26,16 +26,9 @@ from pipelines.training.validation import validate
 from repair.network import SIZES, RepairConfig, RepairNetwork
 from tests.tiny import tiny_model_dir, tiny_settings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADER = (1, 77, 130, 201, 9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """These passes are too small to share: with two threads on busy cores they would mostly wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
