@@ -51,6 +51,7 @@ class EvaluationJob:
         limit: most requests per data set; 0 takes all.
         max_chunks, max_tokens: caps on a request's chunks.
         work: folder of work files.
+        articles: corpus for rows without chunks, see `evaluation.requests.read_requests`.
     """
 
     methods: Sequence[MethodSpec]
@@ -59,6 +60,7 @@ class EvaluationJob:
     max_chunks: int = MAX_CHUNKS
     max_tokens: int = MAX_TOKENS
     work: Path = Path("data/evaluation")
+    articles: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Evaluation:
         self._target = target = TargetLLM.load(settings=settings)
         self._model = settings.target.model
         self._candidates = make(job.methods, target, settings)
-        self._data = read_requests(job.data, target, settings, job.limit, job.max_chunks, job.max_tokens)
+        self._data = read_requests(job.data, target, settings, job.limit, job.max_chunks, job.max_tokens, job.articles)
         self._stale = StaleSource(target, settings)
         repairers = [candidate.repairer for candidate in self._candidates]
         floor = settings.training.residual_floor
@@ -224,6 +226,7 @@ class Evaluation:
                 "limit": self._job.limit,
                 "max_chunks": self._job.max_chunks,
                 "max_tokens": self._job.max_tokens,
+                "articles": self._job.articles,
                 "answer_tokens": ANSWER_TOKENS,
             },
             "target": {

@@ -43,6 +43,12 @@ def evaluate(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a question's chunks together; each chunk is cut to its share.")
     ] = 4096,
+    articles: Annotated[
+        str | None,
+        typer.Option(
+            help="Corpus (JSON, JSONL) for questions without chunks: best pieces by BM25, in --max-chunks windows."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers to this file.", dir_okay=False, writable=True)
     ] = None,
@@ -80,7 +86,7 @@ def evaluate(
     for path in (json_file, chart):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)  # found out now, not after hours
-    job = EvaluationJob(parse_methods(methods), data, limit, max_chunks, max_tokens, work)
+    job = EvaluationJob(parse_methods(methods), data, limit, max_chunks, max_tokens, work, articles)
     with ui.stages() as bar:
         evaluation = Evaluation(job, load_settings(), bar)
         plan = evaluation.plan()

@@ -12,8 +12,9 @@ from pathlib import Path
 from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
+from pipelines.qa.articles import ArticleSearch, article_chunks, read_articles
 from pipelines.qa.dataset import QARow, dataset_digest, read_dataset
-from pipelines.qa.inputs import fixed_chunks
+from pipelines.qa.inputs import capped, fixed_chunks, recut
 from pipelines.qa.scoring import gold_ids
 
 
@@ -74,7 +75,13 @@ class DataSet:
 
 
 def read_requests(
-    paths: Sequence[str], target: TargetLLM, settings: Settings, limit: int, max_chunks: int, max_tokens: int
+    paths: Sequence[str],
+    target: TargetLLM,
+    settings: Settings,
+    limit: int,
+    max_chunks: int,
+    max_tokens: int,
+    articles: str | None = None,
 ) -> list[DataSet]:
     """Read data sets and build their requests.
 
@@ -84,13 +91,16 @@ def read_requests(
         settings: `settings.prompt` counts here.
         limit: most requests per data set; 0 takes all.
         max_chunks, max_tokens: caps on a request's own chunks, see `pipelines.qa.inputs.fixed_chunks`.
+        articles: corpus for rows without chunks of their own: their best chunks by BM25 (`pipelines.qa.articles`),
+            capped and re-cut into `max_chunks` windows, as MultiHop-RAG's published inputs are.
 
     Raises:
-        DatasetError: a data set that cannot be used.
+        DatasetError: a data set, or articles, that cannot be used.
         EvaluationError: two data sets of one name, rows without chunks, or a prompt that the target cannot take.
     """
     template = PromptTemplate(target.tokenizer, settings.prompt)
     header = template.header_ids()
+    search = articles and ArticleSearch(article_chunks(read_articles(articles), target.tokenizer))
     result: list[DataSet] = []
     for path in paths:
         name = Path(path).stem
@@ -99,11 +109,18 @@ def read_requests(
         rows = read_dataset(path, limit)
         requests = []
         for row in rows:
-            if row.chunks is None:
+            if row.chunks is not None:
+                found = fixed_chunks(row, target.tokenizer, max_chunks, max_tokens)
+            elif search:
+                best = [chunk.token_ids for chunk in search.search(row.question)]
+                if not best:
+                    raise EvaluationError(f"{path}: row {row.id!r}: no article shares a word with its question")
+                found = recut(capped(best, max_tokens), max_chunks)
+            else:
                 raise EvaluationError(
-                    f"{path}: row {row.id!r} has no chunks of its own, and every method needs the same ones"
+                    f"{path}: row {row.id!r} has no chunks of its own; --articles names a corpus to search for them"
                 )
-            chunks = (header, *(ids for ids in fixed_chunks(row, target.tokenizer, max_chunks, max_tokens) if ids))
+            chunks = (header, *(ids for ids in found if ids))
             question = template.question_ids([{"role": "user", "content": row.question}])
             requests.append(_request(name, row, chunks, question, target, settings))
             _check_length(path, requests[-1], target)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from cachemend.cli import app
 from kvcache.chunk import ChunkKV
+from kvcache.prompt import plain_ids
 from kvcache.settings import Settings
 from kvcache.store import ChunkStore
 from kvcache.target import TargetLLM
@@ -133,6 +134,26 @@ def test_another_network_is_measured_anew(settings, song, measured, network, mod
     assert measured == [("song0", "cacherepair")]
 
 
+def test_questions_without_chunks_are_given_articles(settings, model, tmp_path: Path) -> None:
+    """The best pieces, in windows of equal length: the ids of the windows are those of the pieces, in order."""
+    (tmp_path / "articles.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in TEXTS))
+    path = tmp_path / "news.jsonl"
+    path.write_text(json.dumps({"id": "n", "question": "which song of the river", "answers": ["yes"]}) + "\n")
+    target = TargetLLM.load(settings=settings)
+    limits = (target, settings, 0, 4, 4096)
+    with pytest.raises(EvaluationError, match="'n' has no chunks of its own; --articles"):
+        read_requests([str(path)], *limits)
+    (data,) = read_requests([str(path)], *limits, str(tmp_path / "articles.jsonl"))
+    _, *windows = data.requests[0].chunks
+    best = [plain_ids(target.tokenizer, TEXTS[index]) for index in (0, 1, 2)]
+    assert sorted(token for window in windows for token in window) == sorted(token for ids in best for token in ids)
+    assert len(windows) == 4 and max(map(len, windows)) - min(map(len, windows)) <= 1
+    assert [token for window in windows for token in window][: len(best[0])] == best[0]  # the song comes first
+    (tmp_path / "articles.jsonl").write_text(json.dumps({"text": "nothing alike"}) + "\n")
+    with pytest.raises(EvaluationError, match=r"'n'.*no article"):
+        read_requests([str(path)], *limits, str(tmp_path / "articles.jsonl"))
+
+
 def test_without_a_network_stale_is_one_unit_away(settings, song, tmp_path: Path) -> None:
     """Units are measured over the evaluated requests: over all their tokens, stale's error is one unit."""
     found = evaluate("stale", [song], settings, tmp_path, limit=1)
@@ -219,7 +240,7 @@ def test_the_command(model, network, song, tmp_path: Path, monkeypatch: pytest.M
     config = found["config"]
     assert config["units"] == "checkpoint"
     assert config["data"]["song"]["requests"] == 2 and len(config["data"]["song"]["sha256"]) == 64
-    assert config["limits"] == {"limit": 2, "max_chunks": 20, "max_tokens": 4096, "answer_tokens": 32}
+    assert config["limits"] == {"limit": 2, "max_chunks": 20, "max_tokens": 4096, "articles": None, "answer_tokens": 32}
     assert config["bootstrap"] == {"draws": 10_000, "seed": 7, "percentiles": [2.5, 97.5]}
     assert found["methods"]["cacherepair"]["memory"]["parameter_bytes"] > 0
     for chart in ("out/chart.png", "out/chart-kv-error.png"):
