@@ -18,7 +18,7 @@ help: ## Show this list
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "Start with: make demo    (10 to 25 minutes the first time, everything stays in this folder)"
+	@echo "Start with: make demo    (about 10 minutes the first time, everything stays in this folder)"
 
 setup: ## Make .venv from the frozen CPU lock file (3.4 GB, 2-3 minutes; instant when it is there)
 	@tools/setup.sh
