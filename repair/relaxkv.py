@@ -59,7 +59,7 @@ class RelaxKV(SelectiveRepairer[RelaxKVParams]):
     every layer, not to the whole prefix.
 
     Method parameters:
-        ratio: anchors, in (0, 1] (default 0.15).
+        ratio: anchors, in (0, 1] (default 0.15); at most the tokens after the header chunk.
         targets: "closed" (default) or "global", one set of `target_ratio * N` tokens for all layers.
         target_ratio: in (0, 1] (default 0.2).
         context: "union" (default), or one of the paper's controls "full", "global", "layer".

@@ -41,10 +41,9 @@ class MethodParams(BaseModel):
         asked = dict(given)
         preset = asked.pop("preset", None)
         if preset is not None:
-            if preset not in presets:
-                raise MethodParamsError(
-                    f"method {method!r} has no preset {preset!r}; choose one of {', '.join(presets)}"
-                )
+            if not isinstance(preset, str) or preset not in presets:
+                names = ", ".join(map(repr, presets))
+                raise MethodParamsError(f"method {method!r} has no preset {preset!r}; choose one of {names}")
             asked = {**presets[preset], **asked}
         try:
             params = cls.model_validate(asked)

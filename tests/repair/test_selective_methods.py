@@ -336,7 +336,11 @@ def test_relaxkv_macs_and_shares(target, chunks, relax):
         ("infoflow", {"layers": [1, 1]}, "layers must be different"),
         ("infoflow", {"layers": [-1]}, "layers"),
         ("relaxkv", {"context": "dense"}, "context"),
-        ("prophetkv", {"preset": "0.7"}, "0.1, 0.2"),
+        ("relaxkv", {"ratio": 1.2}, "ratio"),  # more anchors than tokens
+        ("relaxkv", {"targets": "global", "target_ratio": 1.2}, "target_ratio"),
+        ("prophetkv", {"preset": "0.7"}, "'0.1', '0.2'"),
+        ("prophetkv", {"preset": 0.2}, "no preset 0.2; choose one of '0.1'"),
+        ("prophetkv", {"preset": ["0.2"]}, "no preset"),
     ],
 )
 def test_bad_parameters_are_named(target, name, params, words):
@@ -348,6 +352,14 @@ def test_bad_parameters_are_named(target, name, params, words):
 def test_a_method_guided_by_the_question_needs_one(target, chunks, name):
     with pytest.raises(MethodParamsError, match="question, which is empty"):
         create(name, target, load_settings()).repair(request_for(chunks, ()))
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTIVE if name != "epic"])
+def test_a_ratio_that_is_less_than_a_token(target, chunks, name):
+    """Nothing is chosen then, but for the one token that InfoFlow takes at least; every row is there all the same."""
+    prefix = mend(target, name, chunks, ratio=1e-6)
+    assert prefix.rows == ROWS
+    assert len(changed(prefix, chunks, LAYERS - 1)) == (name == "infoflow")
 
 
 def test_the_operator_bounds_what_is_asked_and_lowers_what_is_not(target, chunks):
