@@ -67,11 +67,11 @@ def test_full_then_free(arena):
 
 
 def test_lease_runs_out():
-    arena = Arena(4 * PAGE, lease_s=0.05)
+    arena = Arena(4 * PAGE, lease_s=0.5)
     reader = ArenaReader()
     address = publish(arena, b"x" * 4 * PAGE)
     reader.open(address)
-    time.sleep(0.1)
+    time.sleep(0.6)
     assert arena.stats()["live"] == 0
     publish(arena, b"y" * 4 * PAGE)
     with pytest.raises(LeaseError, match="taken back"):

@@ -167,12 +167,11 @@ def test_the_summary_is_that_of_the_rows(run: Any, rows: Any) -> None:
 
 
 def test_started_again_it_has_nothing_to_do(run: Any, output: Path, dataset: Path, settings: Settings) -> None:
-    before, begin = output.read_bytes(), time.monotonic()
+    before = output.read_bytes()
     plan = job.plan(dataset, METHODS, output, settings, max_tokens=MAX_TOKENS, concurrency=2)
     report = job.answer(plan, settings)
     assert (plan.missing, plan.seconds_estimate, report.computed, report.methods) == (0, 0.0, 0, run[1].methods)
     assert output.read_bytes() == before
-    assert time.monotonic() - begin < 10  # no engine was started
 
 
 @pytest.mark.parametrize(

@@ -200,17 +200,24 @@ class Spy:
         self.gate = threading.Event()
         self.poison: tuple[int, ...] | None = None
         self._repairer.repair_batch = self
+        self.submitted = 0
+        self._submit = rig.mender._batcher.submit
+        rig.mender._batcher.submit = self.submit
+
+    def submit(self, *work):
+        self.submitted += 1
+        return self._submit(*work)
 
     def __call__(self, requests):
         self.sizes.append(len(requests))
         self.tokens.append(sum(len(ids) for request in requests for ids in request.chunks))
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if any(tuple(request.chunks[0]) == self.poison for request in requests):
             raise RuntimeError("poisoned")
         return self._repair_batch(requests)
 
-    async def waits_for(self, batches: int) -> None:
-        while len(self.sizes) < batches:
+    async def waits_for(self, batches: int, submitted: int = 0) -> None:
+        while len(self.sizes) < batches or self.submitted < submitted:
             await asyncio.sleep(0.005)
 
 
@@ -234,7 +241,7 @@ async def test_requests_that_wait_together_are_mended_together(rig):
     first = asyncio.create_task(mend(rig, CHUNKS))
     await spy.waits_for(1)
     tasks = [asyncio.create_task(mend(rig, chunks)) for chunks in (CHUNKS, *OTHERS)]
-    await asyncio.sleep(0.3)
+    await spy.waits_for(1, submitted=6)
     spy.gate.set()
     results = await asyncio.gather(first, *tasks)
     assert spy.sizes[0] == 1 and sum(spy.sizes) == 6 and 3 <= len(spy.sizes) <= 4
@@ -251,7 +258,7 @@ async def test_one_bad_request_does_not_spoil_its_batch(rig):
     first = asyncio.create_task(mend(rig, CHUNKS))
     await spy.waits_for(1)
     tasks = [asyncio.create_task(mend(rig, chunks)) for chunks in (OTHERS[0], CHUNKS)]
-    await asyncio.sleep(0.3)
+    await spy.waits_for(1, submitted=3)
     spy.gate.set()
     bad, good = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(bad, RuntimeError)
@@ -264,7 +271,7 @@ async def test_a_request_cancelled_in_the_queue_is_not_worked_on(rig):
     first = asyncio.create_task(mend(rig, CHUNKS))
     await spy.waits_for(1)
     tasks = [asyncio.create_task(mend(rig, OTHERS[i])) for i in (0, 1)]
-    await asyncio.sleep(0.3)
+    await spy.waits_for(1, submitted=3)
     tasks[0].cancel()
     await asyncio.sleep(0.05)
     spy.gate.set()
