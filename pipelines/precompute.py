@@ -27,7 +27,7 @@ from kvcache.settings import Settings
 from kvcache.store import ChunkStore, StoreError
 from kvcache.target import TargetLLM, load_tokenizer
 from pipelines.placement import for_workers, target_actors
-from pipelines.ray_data import Progress, quiet_ray_data
+from pipelines.ray_data import JobStoppedError, Progress, run_in_actors
 from retrieval.chunking import tokenizer_digest
 from retrieval.corpus import Corpus
 
@@ -277,22 +277,11 @@ def _run(batches: list[list[np.ndarray]], settings: Settings) -> Iterator[list[d
         pa.table({"batch": pa.array(batches[start : start + per_task], _BATCH)})
         for start in range(0, len(batches), per_task)
     ]
-    with quiet_ray_data():
-        # `from_blocks` keeps one table one task; `from_arrow` would start a task for each just to read its schema.
-        rows = ray.data.from_blocks(tables).map_batches(
-            ChunkWriter,
-            batch_size=per_task,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=min(actors, len(tables))),
-            fn_constructor_args=(settings, int(resources["num_cpus"])),
-            **resources,
-        )
-        try:
-            for table in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
-                yield table.to_pylist()
-        except ray.exceptions.RayError as error:
-            # The last line of Ray's text names the error; the traceback before it stays in the cause.
-            raise PrecomputeError(f"precompute stopped: {str(error).strip().splitlines()[-1]}") from error
+    try:
+        for table in run_in_actors(ChunkWriter, (settings, int(resources["num_cpus"])), tables, actors, resources):
+            yield table.to_pylist()
+    except JobStoppedError as error:
+        raise PrecomputeError(f"precompute stopped: {error}") from error
 
 
 def _estimate(batches: list[list[np.ndarray]], tokens: int, settings: Settings) -> float:

@@ -65,7 +65,8 @@ def summarise(rows: Rows, families: Mapping[str, str], parameter_bytes: Mapping[
 def half_budget(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     """Each family's largest preset that takes at most half of full prefill's median TTFT (CacheRepair, Table 3).
 
-    Latency alone decides which presets may; the largest of those is the one with the most MACs, the first of equals.
+    Latency alone decides which presets may; the largest of those has the most MACs, and of equals the
+    shortest label: an ablation costs what the whole costs.
 
     Args:
         methods: label to `{"family", "macs", "ttft_ms": {"p50"}}`.
@@ -79,9 +80,13 @@ def half_budget(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str | Non
         if one["family"] == REFERENCE:
             continue
         best = chosen.setdefault(one["family"], None)
-        if one["ttft_ms"]["p50"] <= budget and (best is None or one["macs"] > methods[best]["macs"]):
+        if one["ttft_ms"]["p50"] <= budget and (best is None or _size(label, one) > _size(best, methods[best])):
             chosen[one["family"]] = label
     return chosen
+
+
+def _size(label: str, method: Mapping[str, Any]) -> tuple[float, int]:
+    return method["macs"], -len(label)
 
 
 def _method(rows: Sequence[Mapping[str, Any]], family: str, parameter_bytes: int) -> dict[str, Any]:

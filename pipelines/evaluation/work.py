@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kvcache", "repair", "pipelines/evaluation", "pipelines/qa")
+from pipelines.code import code_digest
+
+PACKAGES = ("kvcache", "repair", "pipelines/evaluation", "pipelines/qa", "pipelines/training")
 """What shapes a result: a row made by other code does not count."""
 
 
@@ -22,7 +25,7 @@ class WorkFile:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        text = json.dumps({**config, "code": code_digest()}, sort_keys=True)
+        text = json.dumps({**config, "code": code_digest(PACKAGES)}, sort_keys=True)
         self.path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._rows = {(row["request"], row["method"]): row for row in self._read()}
@@ -46,25 +49,19 @@ class WorkFile:
         Raises:
             OSError: the file cannot be written.
         """
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n" for row in rows))
+        text = "".join(f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n" for row in rows)
+        with open(self.path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another run may be at work on the same rows
+            file.write(text.encode())
         self._rows.update({(row["request"], row["method"]): row for row in rows})
 
     def _read(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):  # the last line of a killed run
-            with open(self.path, "r+b") as file:
+        with open(self.path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):  # the last line of a killed run
                 file.truncate(len(whole))
         return [json.loads(line) for line in whole.splitlines()]
-
-
-def code_digest() -> str:
-    """SHA-256 over the source files that shape a result."""
-    root, digest = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -97,7 +97,7 @@ class Answerer:
         # Here, not above: importing vLLM takes seconds, and the driver of the job does not need it.
         from engine.engine import Engine
 
-        self._engine = Engine(settings)
+        self._engine = Engine(beside(self._target.device, settings))
         self._scoring = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start())
@@ -160,16 +160,17 @@ class Answerer:
         }
 
     async def _mend(self, request: MendRequest) -> tuple[MendResult, int, float]:
-        """The prefix, the chunks that had to be computed for it, and the seconds it takes when they are there."""
-        computed = 0
+        """The prefix, the chunks that had to be computed for it, and the seconds it takes when all are in memory."""
+        computed, again = 0, False
         while True:
             begin = time.perf_counter()
             mended = await self._mender.mend(request)
             seconds, missing = time.perf_counter() - begin, sum(mended.misses.values())
-            if not missing or computed:
+            if again or not (missing or mended.hits.get("store")):
                 return mended, computed, seconds
-            # TTFT leaves out what is done ahead of time: now that the chunks are there, once more.
-            computed = missing
+            # Once more, now that the chunks are there: TTFT leaves out what is done ahead of time, and must not be that
+            # of the store for the first of a question's methods and that of memory for the others.
+            computed, again = missing, True
             release(mended.handoff)
 
     def _copy(self, mended: MendResult) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -204,6 +205,18 @@ class Answerer:
         following = (*mended.prefix_ids[mended.rows if kv is not None else 0 :], *request.question_ids)
         async with self._scoring:
             return await asyncio.to_thread(score_golds, self._target, kv, following, with_ids)
+
+
+def beside(device: torch.device, settings: Settings) -> Settings:
+    """Settings of an engine on a GPU where other things lie already, such as the target: its share is less by theirs.
+
+    vLLM refuses to start where less than its share is free.
+    """
+    if device.type != "cuda":
+        return settings
+    free, total = torch.cuda.mem_get_info(device)
+    share = settings.engine.gpu_memory_utilization - (1 - free / total)
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"gpu_memory_utilization": share})})
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, list[Row]]]) -> list[list[Row]]:

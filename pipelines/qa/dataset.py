@@ -2,7 +2,7 @@
 """Question-answering data sets: JSONL or Parquet, from any location `pyarrow.fs` opens.
 
 A record has `id`, `question`, `answers` (accepted ones, at least one), and, unless a corpus is searched for it,
-`chunks`: `{"title": ..., "text": ..., "is_supporting": true | false}`, the last one optional. Other fields are ignored.
+`chunks`: `{"title": ..., "text": ...}`, title optional. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ class QARow:
         question: its text.
         answers: accepted answers, at least one.
         chunks: texts of its own chunks in order (title, newline, text); None when it has none.
-        supporting: per chunk, whether the answer rests on it; None where the data does not say.
     """
 
     id: str
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...] | None
-    supporting: tuple[bool, ...] | None
 
 
 _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -53,7 +51,6 @@ _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 class _Chunk(BaseModel):
     title: str | None = None
     text: _Text
-    is_supporting: bool | None = None
 
     @property
     def whole(self) -> str:
@@ -69,16 +66,8 @@ class _Record(BaseModel):
     chunks: Annotated[list[_Chunk], Field(min_length=1)] | None = None
 
     def row(self) -> QARow:
-        if self.chunks is None:
-            return QARow(self.id, self.question, tuple(self.answers), None, None)
-        marks = [chunk.is_supporting for chunk in self.chunks]
-        return QARow(
-            id=self.id,
-            question=self.question,
-            answers=tuple(self.answers),
-            chunks=tuple(chunk.whole for chunk in self.chunks),
-            supporting=None if None in marks else tuple(map(bool, marks)),
-        )
+        chunks = None if self.chunks is None else tuple(chunk.whole for chunk in self.chunks)
+        return QARow(self.id, self.question, tuple(self.answers), chunks)
 
 
 def read_dataset(path: str | Path, limit: int = 0) -> list[QARow]:

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
-import ray.data
 
 from kvcache.geometry import Geometry
 from kvcache.settings import Settings
@@ -32,7 +30,7 @@ from pipelines.qa.estimate import answer_actors, estimate
 from pipelines.qa.results import Results, Row
 from pipelines.qa.run_file import describe_run
 from pipelines.qa.summary import MethodSummary, summarise
-from pipelines.ray_data import Progress, quiet_ray_data
+from pipelines.ray_data import JobStoppedError, Progress, run_in_actors
 from repair.spec import MethodSpec, parse_methods
 from retrieval.embedding import Embedder
 
@@ -140,7 +138,7 @@ def plan(
     specs = parse_methods(methods)
     settings = _for_job(for_workers(settings), specs)
     results = Results(str(output))
-    ChunkStore.of(settings).claim()  # before a model is loaded anywhere: can this store be written to?
+    ChunkStore.of(settings).check_target()
     rows = read_dataset(dataset, limit)
     generation, k = None, top_k or settings.retrieval.top_k
     if corpus is None:
@@ -192,12 +190,13 @@ def answer(what: AnswerPlan, settings: Settings, progress: Progress | None = Non
 
     Raises:
         AnswerError: an actor cannot work; says why.
-        StoreError: rows cannot be written.
+        StoreMismatchError, StoreError: the store belongs to another target, or chunks or rows cannot be written.
     """
     begin, work = time.perf_counter(), what._work
     assert work is not None, "a plan comes from plan()"
     methods = work.options.methods
     settings = _for_job(for_workers(settings), list(methods.values()))
+    ChunkStore.of(settings).claim()  # before a model is loaded anywhere: can this store be written to?
     work.results.begin()
     computed = 0
     if progress:
@@ -268,18 +267,9 @@ def _run(work: _Work, settings: Settings) -> Iterator[list[Row]]:
         for start in range(0, len(questions), per_task)
     ]
     resources, actors = answer_actors(settings)
-    with quiet_ray_data():
-        answered = ray.data.from_blocks(tables).map_batches(
-            Answerer,
-            batch_size=per_task,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=min(actors, len(tables))),
-            fn_constructor_args=(settings, work.options, int(resources["num_cpus"])),
-            **resources,
-        )
-        try:
-            for part in answered.iter_batches(batch_size=None, batch_format="pyarrow"):
-                yield [json.loads(row) for row in part["row"].to_pylist()]
-        except ray.exceptions.RayError as error:
-            # The last line of Ray's text names the error; the traceback before it stays in the cause.
-            raise AnswerError(f"answering stopped: {str(error).strip().splitlines()[-1]}") from error
+    arguments = (settings, work.options, int(resources["num_cpus"]))
+    try:
+        for part in run_in_actors(Answerer, arguments, tables, actors, resources):
+            yield [json.loads(row) for row in part["row"].to_pylist()]
+    except JobStoppedError as error:
+        raise AnswerError(f"answering stopped: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcache.settings import Settings
 from kvcache.target import target_fingerprint
+from pipelines.code import code_digest
 from repair.cacherepair import CacheRepair, shipped
 from repair.checkpoint import WEIGHTS_FILE, locate
 from repair.checkpoint_config import CONFIG_FILE
@@ -22,7 +23,9 @@ _SECTIONS = {
     "engine": None,
     "prompt": None,
     "store": {"dtype"},
+    "repair": {"selective"},
 }
+_CODE = ("kvcache", "repair", "engine", "pipelines/qa")
 _SEARCH = {"retrieval": None, "embedding": {"model"}}
 
 
@@ -41,6 +44,7 @@ def describe_run(settings: Settings, methods: Collection[MethodSpec], **facts: A
         "checkpoints": _checkpoints(settings, methods),
         "target_fingerprint": target_fingerprint(settings),
         "settings": {name: getattr(settings, name).model_dump(include=kept) for name, kept in sections.items()},
+        "code": code_digest(_CODE),
         "versions": {names[0]: _version(names) for names in _PACKAGES},
     }
 

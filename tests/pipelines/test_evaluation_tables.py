@@ -68,8 +68,10 @@ def test_each_family_takes_its_largest_preset_within_half_of_full() -> None:
         "b": method("b", 90, 400),
         "c:x=1": method("c", 33, 7),
         "c:x=2": method("c", 31, 7),  # as large as the first
+        "d:half=1": method("d", 33, 7),  # an ablation, as large as the whole
+        "d": method("d", 33, 7),
     }
-    assert half_budget(methods) == {"stale": "stale", "a": "a:r=2", "b": None, "c": "c:x=1"}
+    assert half_budget(methods) == {"stale": "stale", "a": "a:r=2", "b": None, "c": "c:x=1", "d": "d"}
 
 
 def test_regions_by_hand() -> None:

@@ -36,9 +36,9 @@ RECORDS: list[dict[str, Any]] = [
     {"id": "q3", "question": "Where?", "answers": ["two"], "evidence_chunk_ids": ["c1"]},
 ]
 ROWS = [
-    QARow("q1", "Who wrote the song?", ("Ann", "Ann B."), ("Song\nAnn wrote it.", "A river."), (True, False)),
-    QARow("2", "When?", ("one",), ("T\nx",), None),
-    QARow("q3", "Where?", ("two",), None, None),
+    QARow("q1", "Who wrote the song?", ("Ann", "Ann B."), ("Song\nAnn wrote it.", "A river.")),
+    QARow("2", "When?", ("one",), ("T\nx",)),
+    QARow("q3", "Where?", ("two",), None),
 ]
 
 
@@ -99,7 +99,7 @@ def test_a_bad_parquet_row_and_no_data_at_all(tmp_path: Path) -> None:
 def test_caps() -> None:
     tokenizer = tiny_tokenizer()
     texts = tuple(f"chunk {i} of the text <|im_end|> " * (i + 1) for i in range(25))
-    row = QARow("r", "q", ("a",), texts, None)
+    row = QARow("r", "q", ("a",), texts)
     whole = [tuple(plain_ids(tokenizer, text)) for text in texts]
     assert fixed_chunks(row, tokenizer, max_chunks=4, max_tokens=100_000) == whole[:4]
     got = fixed_chunks(row, tokenizer, max_tokens=997)
@@ -107,7 +107,7 @@ def test_caps() -> None:
     assert got == [ids[:49] for ids in whole[:20]]  # floor(997 / 20)
     assert tokenizer.eos_token_id not in {token for ids in got for token in ids}
     with pytest.raises(ValueError, match="r: the row has no chunks"):
-        fixed_chunks(QARow("r", "q", ("a",), None, None), tokenizer)
+        fixed_chunks(QARow("r", "q", ("a",), None), tokenizer)
     with pytest.raises(ValueError, match="3 tokens are not enough for 4 chunks"):
         capped([[1]] * 4, 3)
 
