@@ -94,13 +94,13 @@ def ask_all(client: Client, questions: Sequence[Question], methods: Sequence[str
     ui.say(f"warming up {', '.join(methods)}")
     for method in methods:
         _ask(client, questions[0], method)  # the first request of a method pays for one-time work: not counted
-    rows = []
+    rows, width = [], max(map(len, methods))
     for number, question in enumerate(questions, start=1):
         ui.say(f"{number} of {len(questions)}: {question.question}")
         for method in methods:
             answer = _ask(client, question, method)
             rows.append(Row(method, question, answer))
-            ui.say(f"  {method:8} first token after {ui.duration(answer.ttft_s)}: {report.one_line(answer.text)}")
+            ui.say(f"  {method:<{width}} first token after {ui.duration(answer.ttft_s)}: {report.one_line(answer.text)}")
     return rows
 
 
