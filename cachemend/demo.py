@@ -100,7 +100,8 @@ def ask_all(client: Client, questions: Sequence[Question], methods: Sequence[str
         for method in methods:
             answer = _ask(client, question, method)
             rows.append(Row(method, question, answer))
-            ui.say(f"  {method:<{width}} first token after {ui.duration(answer.ttft_s)}: {report.one_line(answer.text)}")
+            told = f"first token after {ui.duration(answer.ttft_s)}: {report.one_line(answer.text)}"
+            ui.say(f"  {method:<{width}} {told}")
     return rows
 
 
