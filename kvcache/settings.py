@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 CONFIG_ENV = "CACHEMEND_CONFIG"
@@ -208,6 +208,21 @@ class ApiSettings(Section):
     """Answer length when the request does not say, in tokens."""
 
 
+class AutoscalingSettings(Section):
+    """Repairers and engines that follow the load, between their numbers in `serve` and the largest ones here."""
+
+    enabled: bool = False
+    """Whether they do; otherwise their numbers are fixed."""
+    slo_ttft_s: PositiveFloat = 2.0
+    """Objective that they are chosen for: p95 of the time to first token, in seconds."""
+    max_repairer_replicas: PositiveInt = 4
+    """Most repairers."""
+    max_engine_replicas: PositiveInt = 4
+    """Most engines."""
+    downscale_delay_s: NonNegativeFloat = 60.0
+    """Seconds for which fewer must have been enough before any stops."""
+
+
 class ServeSettings(Section):
     """The Ray Serve application."""
 
@@ -231,6 +246,18 @@ class ServeSettings(Section):
     """Seconds until a request's first token; past it its work is stopped and the client gets 503."""
     shutdown_timeout_s: PositiveFloat = 30.0
     """Seconds a stopping replica has to finish its streams."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+
+    @model_validator(mode="after")
+    def _least_and_most(self) -> ServeSettings:
+        scaling = self.autoscaling
+        for part, least, most in (
+            ("repairer", self.repairer_replicas, scaling.max_repairer_replicas),
+            ("engine", self.engine_replicas, scaling.max_engine_replicas),
+        ):
+            if scaling.enabled and least > most:
+                raise ValueError(f"{part}_replicas is {least}, above autoscaling.max_{part}_replicas, {most}")
+        return self
 
 
 class PipelineSettings(Section):

@@ -16,12 +16,13 @@ import ray
 import torch
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 from ray import serve
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from kvcache.settings import Settings, load_settings
 from repair.registry import offered
+from serve_app.autoscaling import LOOK_BACK_S, METRICS_S, UPSCALE_DELAY_S
 from serve_app.engine import EngineDeployment
 from serve_app.errors import RETRY_AFTER_S
 from serve_app.ingress import Ingress
@@ -90,15 +91,19 @@ def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
     bounded = serving.max_queued_requests >= 0
     in_flight = serving.max_ongoing_requests + serving.max_queued_requests + SPARE_INGRESS_SLOTS
 
-    def part(cls: type, name: str, replicas: int, gpus: float = 0) -> serve.Application:
+    def part(cls: type, name: str, gpus: float = 0, **options: Any) -> serve.Application:
         limits = (serving.max_ongoing_requests, in_flight if bounded else -1)
-        return _deployment(cls, name, settings, replicas, limits, gpus).bind(settings)
+        return _deployment(cls, name, settings, limits, gpus, **options).bind(settings)
 
-    retriever = part(parts.retriever, "Retriever", serving.retriever_replicas)
-    repairer = part(parts.repairer, "Repairer", serving.repairer_replicas, repair_gpus)
-    engine = part(parts.engine, "Engine", serving.engine_replicas, engine_gpus)
+    by_content = RequestRouterConfig(request_router_class="serve_app.router.ContentRouter")
+    scaling = serving.autoscaling
+    retriever = part(parts.retriever, "Retriever", num_replicas=serving.retriever_replicas)
+    repairers = _replicas(settings, serving.repairer_replicas, scaling.max_repairer_replicas)
+    repairer = part(parts.repairer, "Repairer", repair_gpus, request_router_config=by_content, **repairers)
+    engines = _replicas(settings, serving.engine_replicas, scaling.max_engine_replicas)
+    engine = part(parts.engine, "Engine", engine_gpus, **engines)
     limits = (in_flight, in_flight) if bounded else (UNBOUNDED, -1)
-    ingress = _deployment(Ingress, "Ingress", settings, serving.ingress_replicas, limits, 0)
+    ingress = _deployment(Ingress, "Ingress", settings, limits, 0, num_replicas=serving.ingress_replicas)
     return ingress.bind(settings, retriever, repairer, engine)
 
 
@@ -116,16 +121,18 @@ def run(settings: Settings, *, blocking: bool = False, parts: Parts | None = Non
 
 
 def _deployment(
-    cls: type, name: str, settings: Settings, replicas: int, limits: tuple[int, int], gpus: float
+    cls: type, name: str, settings: Settings, limits: tuple[int, int], gpus: float, **options: Any
 ) -> serve.Deployment:
     ongoing, queued = limits
     return serve.deployment(
         cls,
         name=name,
-        num_replicas=replicas,
+        **options,
         max_ongoing_requests=ongoing,
         max_queued_requests=queued,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
+        # Of a new version, replicas start before those they replace stop, where that takes no second set of GPUs.
+        max_surge_percent=0 if gpus else 100,
         graceful_shutdown_timeout_s=settings.serve.shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         # A refusal at start (a foreign store, a target that cannot be reused) does not get better by trying again.
@@ -138,6 +145,24 @@ def _deployment(
             "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
         },
     )
+
+
+def _replicas(settings: Settings, least: int, most: int) -> dict[str, Any]:
+    """Options that say how many replicas a deployment has: `least`, or as many up to `most` as the load takes."""
+    scaling = settings.serve.autoscaling
+    if not scaling.enabled:
+        return {"num_replicas": least}
+    config = AutoscalingConfig(
+        min_replicas=least,
+        max_replicas=most,
+        # Deprecated, but the environment variables that are to replace it are not read by Ray 2.60.
+        metrics_interval_s=METRICS_S,
+        look_back_period_s=LOOK_BACK_S,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=scaling.downscale_delay_s,
+        policy=AutoscalingPolicy(policy_function="serve_app.autoscaling:scale_alone"),
+    )
+    return {"autoscaling_config": config}
 
 
 def _gpu_shares(settings: Settings) -> tuple[float, float]:

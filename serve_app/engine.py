@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from kvcache.settings import Settings
 from serve_app.errors import bad_request, to_api_error
 from serve_app.messages import GenerateDelta, GenerateRequest
+from serve_app.meter import ServiceMeter
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,6 +33,7 @@ class EngineDeployment:
 
         proof = EngineProof(settings) if settings.engine.startup_proof else None
         self._engine = Engine(settings)
+        self._meter = ServiceMeter(settings.serve.autoscaling.slo_ttft_s, settings.engine.max_num_seqs)
         await self._engine.start()
         if proof is not None:
             await proof.check(self._engine)
@@ -41,10 +44,15 @@ class EngineDeployment:
         Raises:
             ApiError: nothing else, since the caller could only unpickle vLLM's errors by importing vLLM.
         """
+        self._meter.arrived()
+        begin, stages = time.perf_counter(), {"queue": 0.0, "first_token": 0.0}
         try:
             async with aclosing(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
+                    stages |= delta.stages
                     yield delta
+            queue_s = stages["queue"]
+            self._meter.served(time.perf_counter() - begin - queue_s, stages["first_token"] - queue_s)
         except ValueError as error:
             raise bad_request(str(error)) from None
         except Exception as error:
@@ -57,6 +65,10 @@ class EngineDeployment:
             self._engine.check_health()
         except Exception as error:
             raise to_api_error(error) from None
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the autoscaling policy."""
+        return self._meter.stats()
 
     async def check_health(self) -> None:
         """Serve's health check."""

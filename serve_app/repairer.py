@@ -13,6 +13,10 @@ from kvcache.store import ChunkStore
 from kvcache.target import TargetLLM
 from repair.mender import Mender
 from serve_app.messages import MendRequest, MendResult
+from serve_app.meter import ServiceMeter
+
+_WAITS = ("repair_queue",)
+_BESIDE_THE_DEVICE = ("fetch", "handoff")
 
 
 class RepairerDeployment:
@@ -32,6 +36,7 @@ class RepairerDeployment:
         store = ChunkStore.of(settings)
         store.check_target()
         self._mender = Mender(target, store, _transport(settings), settings)
+        self._meter = ServiceMeter(settings.serve.autoscaling.slo_ttft_s)
 
     async def mend(self, request: MendRequest) -> MendResult:
         """Fetch, repair and hand off a prefix.
@@ -39,10 +44,27 @@ class RepairerDeployment:
         Raises:
             UnknownMethodError, MethodParamsError: the request cannot be worked on.
         """
-        return await self._mender.mend(request)
+        self._meter.arrived()
+        result = await self._mender.mend(request)
+        work = {stage: seconds for stage, seconds in result.stages.items() if stage not in _WAITS}
+        on_device = sum(seconds for stage, seconds in work.items() if stage not in _BESIDE_THE_DEVICE)
+        self._meter.served(sum(work.values()), sum(work.values()), on_device)
+        return result
 
     async def ready(self) -> None:
         """Return when requests can be worked on."""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the autoscaling policy."""
+        return self._meter.stats()
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """For the request router: chunks that the host tier holds when it is full."""
+        tier = self._mender.host_tier
+        held = tier.stats()
+        return (
+            {"tier_chunks": held["entries"] * tier.capacity_bytes // held["used_bytes"]} if held["used_bytes"] else {}
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "_mender"):
