@@ -82,7 +82,7 @@ def loadtest(
     All methods are measured in one run and take turns, so that a machine that changes falls on all alike. Times are the
     client's: whatever a request waits for counts. Every question begins with a number of its own, so that no cache
     above the service can answer it. A client that is refused waits as long as the service asks (Retry-After).
-    Ctrl-C writes what there is.
+    Ctrl-C, or an error on the way, writes what there is.
 
     Examples:
 
@@ -127,10 +127,12 @@ def loadtest(
     try:
         _measure(test)
     except KeyboardInterrupt:
-        _write(test, json_file, rows, chart)
-        ended = sum(len(block.rows) for block in test.blocks)
-        ui.error(f"stopped by Ctrl-C: these are partial results, of {ended} requests; the files say so too")
+        _write_partial(test, json_file, rows, chart, "Ctrl-C")
         raise typer.Exit(130) from None
+    except Exception:
+        if test.blocks:  # before them there is nothing to keep
+            _write_partial(test, json_file, rows, chart, "an error")
+        raise
     _write(test, json_file, rows, chart)
 
 
@@ -203,6 +205,12 @@ def _checked_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise typer.BadParameter(f"--url {url!r}: give an address like http://127.0.0.1:8000")
     return url.rstrip("/")
+
+
+def _write_partial(test: LoadTest, json_file: Path | None, rows: Path | None, chart: Path | None, by: str) -> None:
+    _write(test, json_file, rows, chart)
+    ended = sum(len(block.rows) for block in test.blocks)
+    ui.error(f"stopped by {by}: these are partial results, of {ended} requests; the files say so too")
 
 
 def _write(test: LoadTest, json_file: Path | None, rows: Path | None, chart: Path | None) -> None:

@@ -114,7 +114,9 @@ def _cell(before: _Cell, after: _Cell) -> list[Comparison]:
     ]
     found = []
     ratios: Mapping[str, float] = {}
-    if before.throughput_rps and after.throughput_rps and before.concurrency is not None:
+    # Lead-ins count towards the throughput: it may be above zero where no counted request was answered.
+    answered = all(cell.throughput_rps and cell.samples_ms.e2e for cell in (before, after))
+    if answered and before.concurrency is not None:
         slower, faster = (np.mean(_drawn(one["e2e"], stretch, run), axis=1) for run, one in enumerate(samples))
         ratios = _interval(after.throughput_rps / before.throughput_rps, slower / faster, recentre=True)
     found.append(Comparison(*before.key, "req/s", before.throughput_rps, after.throughput_rps, **ratios))

@@ -172,8 +172,11 @@ class LoadTest:
                     await watch
 
     async def _watch(self, sender: Sender) -> None:
-        while (text := await sender.text("/metrics")) is not None and (replicas := replicas_in(text)):
-            self.samples.append(ReplicaSample(sender.now(), replicas))
+        while True:
+            if replicas := replicas_in(await sender.text("/metrics") or ""):
+                self.samples.append(ReplicaSample(sender.now(), replicas))
+            elif not self.samples:
+                return  # it does not tell; later, a loaded service may only have been too slow to
             await asyncio.sleep(SAMPLE_S)
 
     def report(self) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import httpx
 
+from cluster.loadtest.events import StreamError, read_events
 from cluster.loadtest.rows import Row
 from pipelines.qa.metrics import f1
 
@@ -20,10 +19,6 @@ GONE_WAIT_S = 0.2
 LONGEST_WAIT_S = 60.0
 _PATH = "/v1/chat/completions"
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
-
-
-class _StreamError(Exception):
-    """An answer that began and did not come whole; kind and message."""
 
 
 class Sender:
@@ -72,7 +67,7 @@ class Sender:
                     row.wait_s = _retry_after(response)
                 else:
                     await self._read(row, response)
-        except _StreamError as error:
+        except StreamError as error:
             row.error, row.message = error.args
         except httpx.ConnectError as error:
             row.error, row.message, row.wait_s = "no connection", str(error), GONE_WAIT_S
@@ -90,19 +85,20 @@ class Sender:
     async def _read(self, row: Row, response: httpx.Response) -> None:
         if "text/event-stream" not in response.headers.get("content-type", ""):
             kind = response.headers.get("content-type", "nothing")
-            raise _StreamError("not a stream", f"{self.url}{_PATH} answered {kind}, not server-sent events")
+            raise StreamError("not a stream", f"{self.url}{_PATH} answered {kind}, not server-sent events")
         pieces = []
-        async for event in _events(response):
-            for choice in event.get("choices") or ():
-                if piece := (choice.get("delta") or {}).get("content"):
+        async for event in read_events(response):
+            for choice in event.choices or ():
+                if choice.delta and choice.delta.content:
                     row.token_s.append(self.now())
-                    pieces.append(piece)
-            if usage := event.get("usage"):
-                row.prompt_tokens = usage.get("prompt_tokens", 0)
-                row.completion_tokens = usage.get("completion_tokens", 0)
-                row.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-            row.stages_ms.update(event.get("stages_ms") or {})
-            row.fallback = (event.get("rag") or {}).get("fallback", row.fallback)
+                    pieces.append(choice.delta.content)
+            if usage := event.usage:
+                row.prompt_tokens = usage.prompt_tokens or 0
+                row.completion_tokens = usage.completion_tokens or 0
+                details = usage.prompt_tokens_details
+                row.cached_tokens = (details and details.cached_tokens) or 0
+            row.stages_ms.update(event.stages_ms or {})
+            row.fallback = (event.rag and event.rag.fallback) or row.fallback
         row.answer = "".join(pieces)
 
     async def text(self, path: str) -> str | None:
@@ -112,24 +108,6 @@ class Sender:
         except httpx.HTTPError:
             return None
         return response.text if response.status_code == 200 else None
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        try:
-            event = json.loads(data)
-            failed = event.get("error")
-        except _PARSE_ERRORS:
-            raise _StreamError("not a stream", f"an event is not a JSON object: {data[:80]}") from None
-        if failed:
-            raise _StreamError(f"failed in stream {failed.get('code') or ''}".rstrip(), failed.get("message"))
-        yield event
-    raise _StreamError("broken stream", "the stream ended before the answer was whole")
 
 
 def _refusal(response: httpx.Response) -> tuple[str, str]:

@@ -25,10 +25,11 @@ class QueueingServer:
 
     Attributes:
         queue: requests that may wait; one more gets 429. None: any number.
-        cold_s: seconds longer that a method's first request takes.
         corpora: known ones; None: any.
         metrics: text of /metrics; None: there is none.
+        metrics_asked: how often it was asked for.
         bodies: of all requests, as they came.
+        last_words: sent as the next event after the first text, in the place of the others.
     """
 
     slots: int = 1000
@@ -36,13 +37,13 @@ class QueueingServer:
     gap_s: float = 0.01
     pieces: int = 4
     queue: int | None = None
-    cold_s: float = 0.0
     methods: tuple[str, ...] = ("full", "stale")
     corpora: tuple[str, ...] | None = None
     metrics: str | None = None
+    metrics_asked: int = 0
+    last_words: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
-    _warm: set[str] = field(default_factory=set)
     _inside: int = 0
 
     @property
@@ -51,6 +52,7 @@ class QueueingServer:
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
         path = scope["path"]
+        self.metrics_asked += path == "/metrics"
         if path == "/metrics" and self.metrics:
             await whole(send, 200, self.metrics)
         elif path != "/v1/chat/completions":
@@ -86,12 +88,14 @@ class QueueingServer:
             await part(send, b"", more=False)
 
     async def _stream(self, question: str, method: str, send: Send) -> None:
-        began = time.perf_counter() + (0 if method in self._warm else self.cold_s)
-        self._warm.add(method)
+        began = time.perf_counter()
         for index in range(self.pieces):
             # To the instant, so that late timers do not add up.
             await asyncio.sleep(began + self.first_s + index * self.gap_s - time.perf_counter())
             if index and "break" in question:
+                return
+            if index and self.last_words is not None:
+                await part(send, f"data: {self.last_words}\n\ndata: [DONE]\n\n".encode())
                 return
             if index and "fail" in question:
                 await part(send, b'data: {"error": {"message": "told to", "code": "internal"}}\n\n')

@@ -155,6 +155,15 @@ def test_an_open_loop_has_no_interval_of_its_throughput() -> None:
     assert found["TTFT p50, ms"].ratio == 1.0
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_run_whose_counted_requests_all_failed_is_compared_without_a_ratio(swapped: bool) -> None:
+    # Its lead-ins were answered, so the throughput of its window is above zero.
+    runs = [report(np.full(8, 10.0)), report(np.array([]), throughput=0.5)]
+    found = {one.metric: one for one in compare(*(runs[::-1] if swapped else runs))}
+    assert {found["req/s"].before, found["req/s"].after} == {10.0, 0.5}
+    assert all(one.ratio is None and not one.differs for one in found.values())
+
+
 def test_runs_without_a_cell_in_common_and_files_that_are_no_reports(tmp_path: Path) -> None:
     values = np.ones(3)
     with pytest.raises(ReportError, match="in common"):

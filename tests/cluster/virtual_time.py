@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Self
 
 from cluster.loadtest.rows import Row
 
@@ -58,6 +58,15 @@ class SimulatedService:
         self._queue, self._wait_s = queue, wait_s
         self.outstanding: list[tuple[float, int]] = []
         self._inside = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def text(self, path: str) -> str | None:
+        return None
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
