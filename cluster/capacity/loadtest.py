@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from cluster.capacity.model import Method
 
@@ -27,12 +36,14 @@ class Percentiles(BaseModel):
 
 
 class Cell(BaseModel):
-    """One method at one number of clients; cells without one are of an open loop, and are left aside."""
+    """One method at one number of clients; cells of an open loop or of a ramp's step are left aside."""
 
     model_config = ConfigDict(extra="ignore")
 
     method: str
     concurrency: PositiveInt | None
+    step: NonNegativeInt | None = None
+    """Of a ramp: what a step measures still belongs in part to the step before it."""
     requests: PositiveInt = 256
     throughput_rps: NonNegativeFloat
     ttft_ms: Percentiles = Percentiles()
@@ -44,8 +55,18 @@ class Cell(BaseModel):
 
     @property
     def modelled(self) -> Method | None:
-        """The modelled method it is, if it is one, was measured in a closed loop, and answered anything."""
-        return STANDS_FOR.get(self.method) if self.concurrency and self.throughput_rps else None
+        """The modelled method it is, if it is one, was measured in a steady closed loop, and answered anything."""
+        steady = self.concurrency and self.step is None
+        return STANDS_FOR.get(self.method) if steady and self.throughput_rps else None
+
+
+class Config(BaseModel):
+    """How it was measured."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    complete: bool = True
+    """False when the run was stopped before its end."""
 
 
 class LoadTest(BaseModel):
@@ -54,6 +75,7 @@ class LoadTest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     cells: list[Cell] = Field(min_length=1)
+    config: Config = Config()
 
     def at(self, concurrency: int) -> list[Cell]:
         """Cells of the modelled methods at that many clients."""
@@ -74,7 +96,8 @@ def read_load_test(path: Path) -> LoadTest:
     """Read and check the file.
 
     Raises:
-        LoadTestError: not there, not JSON, a field missing or out of range, or no method that is modelled.
+        LoadTestError: not there, not JSON, a field missing or out of range, a run that was stopped early, or no method
+            that is modelled.
     """
     try:
         found = LoadTest.model_validate_json(path.read_text(encoding="utf-8"))
@@ -84,9 +107,11 @@ def read_load_test(path: Path) -> LoadTest:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the whole file"
         raise LoadTestError(f"{path}: {field}: {first['msg']}") from error
+    if not found.config.complete:
+        raise LoadTestError(f"{path}: config.complete: the run was stopped early; run it again to its end")
     if not found.concurrencies:
         methods = ", ".join(sorted({cell.method for cell in found.cells}))
         raise LoadTestError(
-            f"{path}: no closed loop of a method that is modelled ({', '.join(STANDS_FOR)}); it has {methods}"
+            f"{path}: no steady closed loop of a method that is modelled ({', '.join(STANDS_FOR)}); it has {methods}"
         )
     return found

@@ -134,12 +134,15 @@ class Outcome:
         throughput_rps: completed requests per second.
         ttft_s: seconds from sending to first token, per request, in order of first tokens, `[requests]`.
         e2e_s: seconds from sending to last token, in order of ends, `[requests]`.
+        parts_s: what of `ttft_s` was spent at the retrievers, the repairers (links included) and the engines, waiting
+            included, by these names, `[requests]`.
         busy: share of the time that each kind of thing was in use, by kind.
     """
 
     throughput_rps: float
     ttft_s: np.ndarray
     e2e_s: np.ndarray
+    parts_s: dict[str, np.ndarray]
     busy: dict[str, float]
 
     def ttft(self, percentile: float) -> float:
@@ -149,3 +152,8 @@ class Outcome:
     def e2e(self, percentile: float) -> float:
         """Seconds."""
         return float(np.percentile(self.e2e_s, percentile))
+
+    def parts(self, percentile: float) -> dict[str, float]:
+        """Mean seconds by part of those requests whose TTFT is at least at that percentile."""
+        slow = self.ttft_s >= self.ttft(percentile)
+        return {name: float(seconds[slow].mean()) for name, seconds in self.parts_s.items()}

@@ -20,7 +20,6 @@ from kvcache.settings import Settings
 
 _CURVE = (0.001, 0.01, 0.1, 1.0)
 """Rates of the figure's curve, as shares of the one asked for."""
-_FLOAT32, _FLOAT16 = 4, 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ def study(question: Question, settings: Settings) -> Study:
     stages = fit(test, fitted_at, measured, prior)
     target = measured.target
     if question.target and question.load_test is None:
-        target = find_target(question.target, settings.models_dir, _FLOAT16)
+        on_gpu = settings.target.model_copy(update={"device": "cuda"})  # as the published machine
+        target = find_target(question.target, settings.model_copy(update={"target": on_gpu}))
     workload = _asked_workload(question, measured.workload)
     planned = _carried_over(stages, measured.target, target)
     sizer = Sizer(target, workload, planned, question.hardware)
@@ -162,9 +162,9 @@ def _measured_here(question: Question, test: LoadTest, settings: Settings) -> In
     """
     seen, work = test.mean("prompt_tokens"), Workload(1)
     documents = max(seen - work.header_tokens - work.question_tokens, 1) if seen else question.prompt_tokens
-    item = _FLOAT32 if settings.target.dtype in ("auto", "float32") else _FLOAT16
+    target = find_target(question.target or settings.target.model, settings)
     return Installation(
-        find_target(question.target or settings.target.model, settings.models_dir, item),
+        replace(target, padded=False),
         Workload(
             mean_tokens=documents or settings.retrieval.top_k * settings.chunking.max_tokens,
             output_tokens=test.mean("completion_tokens") or question.output_tokens or settings.api.default_max_tokens,

@@ -11,6 +11,7 @@ the engine with the fewest requests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ def simulate(
         throughput_rps=requests / seconds,
         ttft_s=np.array(run.ttft_s[skipped:]),
         e2e_s=np.array(run.e2e_s[skipped:]),
+        parts_s={name: np.array(seconds[skipped:]) for name, seconds in run.parts_s.items()},
         busy={
             name: float(sum(d.busy_s for d in devices) / seconds / units)
             for name, (devices, units) in run.kinds.items()
@@ -85,6 +87,7 @@ class _Run:
         self.env = simpy.Environment()
         self.ttft_s: list[float] = []
         self.e2e_s: list[float] = []
+        self.parts_s: dict[str, list[float]] = {"retrievers": [], "repairers": [], "engines": []}
         self._method, self._target, self._workload = method, target, workload
         self._stages, self._cluster = stages, cluster
         self._rng = rng
@@ -131,12 +134,15 @@ class _Run:
         prefix = int(self._prefixes[index])
         node = min(self._nodes, key=lambda node: node.jobs)
         yield self.env.timeout(self._stages.outside_s)
+        reached = [self.env.now]
         if self._stages.retrieval_s:
             yield from (self._retriever or node.device).use(self._stages.retrieval_s)
+        reached.append(self.env.now)
         if self._method != "full":
             node.jobs += 1
             yield from self._mend(node, prefix, int(self._missing[index]))
             node.jobs -= 1
+        reached.append(self.env.now)
         engine = min(self._engines, key=lambda engine: engine.jobs)
         job = Job(
             prefix,
@@ -149,13 +155,16 @@ class _Run:
         engine.submit(job)
         yield job.first
         self.ttft_s.append(self.env.now - sent)
+        reached.append(self.env.now)
+        for seconds, (begin, end) in zip(self.parts_s.values(), itertools.pairwise(reached), strict=True):
+            seconds.append(end - begin)
         yield job.last
         self.e2e_s.append(self.env.now - sent)
 
     def _mend(self, node: _Node, prefix: int, missing: int) -> Steps:
         cluster = self._cluster
         if missing:
-            fetched = self._target.kv_bytes(prefix) * missing / self._workload.top_k
+            fetched = self._target.stored_bytes(prefix) * missing / self._workload.top_k
             yield self.env.timeout(cluster.first_byte_s)
             yield from node.storage.use(fetched / cluster.storage_bytes_per_s)
         if self._method == "repaired":

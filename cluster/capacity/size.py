@@ -3,7 +3,8 @@
 
 Engines are counted by simulation: the most requests per second one can take with p95 TTFT within its bound, and with a
 quarter of its capacity to spare. Repair nodes and retrievers are counted by what they have to do, links included. The
-whole is then simulated, in a slice of the same proportions where it is large, and enlarged until it keeps the bound.
+whole is then simulated, in a slice of the same proportions where it is large, and enlarged until it keeps the bound:
+each time where the slowest requests lose most against an idle cluster.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Sizer:
         self._stages = stages
         self._rates: dict[tuple[Method, Demand], float] = {}
         self._saturated: dict[tuple[Method, Demand], float] = {}
+        self._idle: dict[tuple[Method, Demand], dict[str, float]] = {}
 
     def size(self, method: Method, demand: Demand) -> Plan:
         """The plan for one method.
@@ -89,19 +91,25 @@ class Sizer:
             ImpossibleError: a single request on an idle cluster already takes longer than the bound.
         """
         stages = replace(self._stages, retrieval_s=self.hardware.retrieval_s(demand.chunks))
-        repairers = self._repairers(method, demand)
-        retrievers = math.ceil(demand.rate * stages.retrieval_s / _USED)
-        engines = math.ceil(demand.rate / self._engine_rate(method, demand, stages))
+        counts = {
+            "engines": math.ceil(demand.rate / self._engine_rate(method, demand, stages)),
+            "repairers": self._repairers(method, demand),
+            "retrievers": math.ceil(demand.rate * stages.retrieval_s / _USED),
+        }
+        idle = self._idle[method, replace(demand, rate=1.0)]
         while True:
-            cluster = self._cluster(method, demand, engines, repairers, retrievers)
+            cluster = self._cluster(method, demand, **counts)
             seen = self._simulate(method, Open(demand.rate), stages, cluster)
             if seen.ttft(95) <= demand.ttft_s:
-                return self._plan(method, demand, cluster, seen, demand.rate * stages.retrieval_s / retrievers)
-            engines, repairers = math.ceil(engines * _GROWTH), math.ceil(repairers * _GROWTH)
-            retrievers = math.ceil(retrievers * _GROWTH)
+                return self._plan(method, demand, cluster, seen, demand.rate * stages.retrieval_s / cluster.retrievers)
+            lost = {part: seconds - idle[part] for part, seconds in seen.parts(95).items()}
+            most = max(lost.values())
+            for part in counts:
+                if lost[part] == most or most <= 0:
+                    counts[part] = math.ceil(counts[part] * _GROWTH)
 
-    def _prefix_bytes(self) -> float:
-        return self.target.kv_bytes(round(self.workload.mean_tokens) + self.workload.header_tokens)
+    def _prefix_tokens(self) -> int:
+        return round(self.workload.mean_tokens) + self.workload.header_tokens
 
     def _repairers(self, method: Method, demand: Demand) -> int:
         def enough(nodes: int) -> bool:
@@ -120,11 +128,11 @@ class Sizer:
 
     def _node_seconds(self, method: Method, demand: Demand, nodes: int) -> dict[str, float]:
         """Seconds that each part of a repair node works for a mean request, where there are that many nodes."""
-        tokens = round(self.workload.mean_tokens) + self.workload.header_tokens
-        missed = self._prefix_bytes() * (1 - self._hit_rate(demand, nodes))
+        tokens = self._prefix_tokens()
+        missed = self.target.stored_bytes(tokens) * (1 - self._hit_rate(demand, nodes))
         seconds = {
             "storage link": missed / self.hardware.storage_bytes_per_s,
-            "KV hop": self._prefix_bytes() / self.hardware.hop_bytes_per_s,
+            "KV hop": self.target.kv_bytes(tokens) / self.hardware.hop_bytes_per_s,
         }
         if method == "repaired":
             repair = self.target.repair_macs(tokens) / self._stages.repair_macs_per_s
@@ -132,7 +140,7 @@ class Sizer:
         return seconds
 
     def _hit_rate(self, demand: Demand, nodes: int) -> float:
-        held = nodes * self.hardware.host_bytes / self.target.kv_bytes(demand.chunk_tokens)
+        held = nodes * self.hardware.host_bytes / self.target.stored_bytes(demand.chunk_tokens)
         return hit_rate(held, demand.chunks, demand.skew)
 
     def _engine_rate(self, method: Method, demand: Demand, stages: Stages) -> float:
@@ -140,12 +148,13 @@ class Sizer:
         key = (method, replace(demand, rate=1.0))
         if key not in self._rates:
             cluster = self._cluster(method, demand, _SLICE, 4 * _SLICE, 1000)
-            idle = self._simulate(method, Open(1e-3), stages, cluster).ttft(95)
-            if idle > demand.ttft_s:
+            idle = self._simulate(method, Open(1e-3), stages, cluster)
+            if idle.ttft(95) > demand.ttft_s:
                 raise ImpossibleError(
-                    f"{method}: p95 TTFT is {idle * 1e3:.0f} ms on an idle cluster, more than the bound of "
+                    f"{method}: p95 TTFT is {idle.ttft(95) * 1e3:.0f} ms on an idle cluster, more than the bound of "
                     f"{demand.ttft_s * 1e3:.0f} ms: shorten prompts, take a faster link or device, or raise the bound"
                 )
+            self._idle[key] = idle.parts(95)
             clients = Closed(2 * _SLICE * self.hardware.max_num_seqs)
             self._saturated[key] = self._simulate(method, clients, stages, cluster).throughput_rps / _SLICE
             low, high = 0.0, _USED * self._saturated[key]
@@ -177,27 +186,26 @@ class Sizer:
         share = min(1.0, _SLICE / cluster.engines)
         if share < 1 and isinstance(load, Open):
             load = Open(load.rate * share)
-            # Whole nodes, slowed down to what the slice's share of all nodes can do.
-            nodes, retrievers = math.ceil(cluster.repairers * share), math.ceil(cluster.retrievers * share)
-            slowed = cluster.repairers * share / nodes
+            nodes, speed = _part(cluster.repairers * share)
+            retrievers, search_speed = _part(cluster.retrievers * share)
             stages = replace(
                 stages,
-                repair_macs_per_s=stages.repair_macs_per_s * slowed,
-                retrieval_s=stages.retrieval_s * retrievers / (cluster.retrievers * share),
+                repair_macs_per_s=stages.repair_macs_per_s * speed,
+                retrieval_s=stages.retrieval_s / search_speed,
             )
             cluster = replace(
                 cluster,
                 engines=_SLICE,
                 repairers=nodes,
                 retrievers=retrievers,
-                storage_bytes_per_s=cluster.storage_bytes_per_s * slowed,
-                hop_bytes_per_s=cluster.hop_bytes_per_s * slowed,
+                storage_bytes_per_s=cluster.storage_bytes_per_s * speed,
+                hop_bytes_per_s=cluster.hop_bytes_per_s * speed,
             )
         return simulate(method, load, self.target, self.workload, stages, cluster, requests=_REQUESTS, warmup=_WARMUP)
 
     def _plan(self, method: Method, demand: Demand, cluster: Cluster, seen: Outcome, retrieval: float) -> Plan:
         hardware, reuses = self.hardware, method != "full"
-        prefix, chunk = self._prefix_bytes(), self.target.kv_bytes(demand.chunk_tokens)
+        prefix, chunk = self._prefix_tokens(), self.target.stored_bytes(demand.chunk_tokens)
         missing = (1 - cluster.host_hit_rate) * reuses
         macs = self.target.prefill_macs(demand.chunk_tokens, demand.chunk_tokens)
         saturated = cluster.engines * self._saturated[method, replace(demand, rate=1.0)]
@@ -217,8 +225,8 @@ class Sizer:
             host_hit_rate=cluster.host_hit_rate,
             storage_bytes=stored,
             storage_reads_per_s=reads,
-            storage_bytes_per_s=demand.rate * prefix * missing,
-            hop_bytes_per_s=demand.rate * prefix * reuses,
+            storage_bytes_per_s=demand.rate * self.target.stored_bytes(prefix) * missing,
+            hop_bytes_per_s=demand.rate * self.target.kv_bytes(prefix) * reuses,
             index_bytes=embedding_index(demand.chunks),
             precompute_device_hours=demand.chunks * macs / self._stages.macs_per_s / 3600 * reuses,
             p95_ttft_s=seen.ttft(95),
@@ -227,3 +235,12 @@ class Sizer:
             repairers_set_by=max(node, key=lambda kind: node[kind]) if node else None,
             dollars_per_hour=hardware.prices.of(devices, servers, stored, reads),
         )
+
+
+def _part(share: float) -> tuple[int, float]:
+    """Whole ones that stand for a slice's share, and their speed: slowed down to what the share can do.
+
+    Where the share is not even one, that one keeps its speed: it does not take longer for serving others too.
+    """
+    whole = math.ceil(share)
+    return whole, share / whole if share > 1 else 1.0

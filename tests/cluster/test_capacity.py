@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cachemend.cli import app
-from cluster.capacity import published
+from cluster.capacity import published, size
 from cluster.capacity.breakeven import NothingSavedError, break_even_requests
 from cluster.capacity.demand import Demand, Hardware, hit_rate
 from cluster.capacity.fit import Installation, fit, guess_stages, predict
@@ -188,16 +188,19 @@ def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
     assert max(abs(one.error) for one in throughputs) < 0.15
 
 
-def test_open_loops_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
+def test_open_loops_steps_of_a_ramp_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
     path = tmp_path / "test.json"
     cells = [
         {"method": "full", "concurrency": 2, "throughput_rps": 1.5, "prompt_tokens": 100, "ttft_ms": {"p50": 3.0}},
         {"method": "full", "concurrency": None, "rate_rps": 5.0, "throughput_rps": 1.0, "prompt_tokens": 300},
         {"method": "full", "concurrency": 4, "throughput_rps": 0.0, "ttft_ms": {"p50": None}},
+        {"method": "full", "concurrency": 8, "step": 0, "throughput_rps": 2.0, "ttft_ms": {"p50": 9.0}},
+        {"method": "full", "concurrency": 2, "step": 1, "throughput_rps": 7.0, "ttft_ms": {"p50": 1.0}},
     ]
     path.write_text(json.dumps({"cells": cells}))
     test = read_load_test(path)
     assert test.concurrencies == [2]
+    assert [cell.throughput_rps for cell in test.at(2)] == [1.5]
     assert test.mean("prompt_tokens") == 200
     assert test.mean("completion_tokens") is None
 
@@ -269,6 +272,11 @@ def test_break_even_is_that_of_table_22() -> None:
         ('{"cells": [{"method": "full", "concurrency": 0, "throughput_rps": 1}]}', "cells.0.concurrency"),
         ('{"cells": [{"method": "full", "concurrency": 1}]}', "cells.0.throughput_rps"),
         ('{"cells": [{"method": "epic", "concurrency": 1, "throughput_rps": 1}]}', "epic"),
+        ('{"cells": [{"method": "full", "concurrency": 1, "step": 0, "throughput_rps": 1}]}', "steady"),
+        (
+            '{"cells": [{"method": "full", "concurrency": 1, "throughput_rps": 1}], "config": {"complete": false}}',
+            "stopped early",
+        ),
     ],
 )
 def test_an_unusable_load_test_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
@@ -281,7 +289,24 @@ def test_an_unusable_load_test_is_refused_by_name(tmp_path: Path, text: str, say
 
 def test_an_unknown_target_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnknownTargetError, match=r"nonsense.*qwen2.5-3b"):
-        find_target("nonsense", str(tmp_path), 2)
+        find_target("nonsense", Settings(models_dir=str(tmp_path)))
+
+
+def test_a_plan_for_a_measured_installation_takes_its_target_from_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "_REQUESTS", 100)
+    path = tmp_path / "test.json"
+    cells = [
+        cell.model_copy(update={"completion_tokens": 2, "requests": 8})
+        for cell in measured_with(published.PRIOR, MEASURED, (1,)).cells
+    ]
+    path.write_text(LoadTest(cells=cells).model_dump_json())
+    settings = Settings(target={"model": "Qwen/Qwen2.5-3B-Instruct", "device": "cuda"}, store={"dtype": "float32"})
+    found = study(Question(Demand(2, 1000, 5.0), Hardware(), load_test=path), settings)
+    assert found.target == "Qwen2.5-3B"
+    reusing = [plan for plan in found.plans if plan.method != "full"]
+    assert [plan.storage_bytes for plan in reusing] == [1000 * 512 * 36 * 2 * 2 * 128 * 4] * 2
 
 
 def test_the_command_answers_as_json_and_as_a_figure(tmp_path: Path) -> None:
