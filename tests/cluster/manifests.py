@@ -6,6 +6,7 @@ Only the fields that our manifests may need are here; what the operator would si
 
 from __future__ import annotations
 
+from ipaddress import IPv4Network
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -211,9 +212,14 @@ class Selector(Closed):
     match_labels: Strings
 
 
+class IpBlock(Closed):
+    cidr: IPv4Network
+
+
 class Peer(Closed):
     pod_selector: Selector | None = None
     namespace_selector: Selector | None = None
+    ip_block: IpBlock | None = None
 
 
 class PolicyPort(Closed):

@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from kvcache.settings import Settings
+from kvcache.settings import Settings, load_settings
+from kvcache.store import MissReason
 from serve_app.app import AppArgs, build_app
 from serve_app.tuning import REPLICA_ENVIRONMENT
 from tests.cluster.manifests import KINDS, NetworkPolicy, RayCluster, RayService
@@ -127,6 +128,32 @@ def test_the_ray_service_serves_the_serve_config(service: RayService) -> None:
     assert service.spec.ray_cluster_deletion_delay_seconds > shutdown_s
 
 
+def job_environments() -> dict[str, dict[str, str]]:
+    """What the processes of a cluster for jobs find in their environment, by where they run."""
+    cluster = manifest("raycluster.yaml").spec
+    templates = {"head": cluster.head_group_spec.template, "worker": cluster.worker_group_specs[0].template}
+    found = {
+        f"raycluster {kind}": {each.name: each.value for each in template.spec.containers[0].env}
+        for kind, template in templates.items()
+    }
+    up = load(CLUSTER / "ray-up.yaml")
+    for kind in ("head", "worker"):
+        starts = " ".join(up[f"{kind}_start_ray_commands"])
+        found[f"ray-up {kind}"] = dict(re.findall(r"(CACHEMEND_\w+)=([^\s;]+)", starts))
+    return found
+
+
+@pytest.mark.parametrize("place", ["raycluster head", "raycluster worker", "ray-up head", "ray-up worker"])
+def test_jobs_work_for_the_target_of_the_service(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_settings(**load(CLUSTER / "serve-gpu.yaml")["applications"][0]["args"])
+    for name, value in job_environments()[place].items():
+        monkeypatch.setenv(name, value)
+    jobs = load_settings()
+    assert jobs.target == served.target.model_copy(update={"device": "cuda"})
+    assert jobs.embedding == served.embedding
+    assert all("/" in part.model for part in (jobs.target, jobs.embedding))  # bare names are not on new nodes
+
+
 @pytest.mark.parametrize("name", ["rayservice.yaml", "raycluster.yaml"])
 def test_a_ray_cluster_is_closed(name: str, policy: NetworkPolicy) -> None:
     found = manifest(name)
@@ -160,6 +187,19 @@ def test_only_the_operator_reaches_the_dashboard(policy: NetworkPolicy) -> None:
     assert len(callers[8000]) == 3
 
 
+def test_pods_reach_the_api_server_and_what_gives_them_a_role(policy: NetworkPolicy) -> None:
+    anywhere = {port.port for rule in policy.spec.egress if not rule.to for port in rule.ports}
+    assert anywhere == {443, 6443}
+    metadata = {
+        (str(peer.ip_block.cidr), port.port)
+        for rule in policy.spec.egress
+        for peer in rule.to
+        if peer.ip_block
+        for port in rule.ports
+    }
+    assert metadata == {("169.254.170.23/32", 80), ("169.254.169.254/32", 80), ("169.254.169.252/32", 988)}
+
+
 def test_a_misspelt_field_of_a_manifest_is_refused() -> None:
     content = load(KUBERAY / "raycluster.yaml")
     content["spec"]["authOption"] = content["spec"].pop("authOptions")
@@ -176,6 +216,12 @@ def test_ray_up_takes_its_file() -> None:
     assert all("RAY_AUTH_MODE=token" in start for start in starts)
     assert "--dashboard-host=127.0.0.1" in starts[0]
     assert any(path.endswith("/.ray/auth_token") for path in content["file_mounts"])
+
+
+def test_commands_for_ray_s_machines_are_found_there() -> None:
+    text = (CLUSTER / "ray-up.yaml").read_text(encoding="utf-8")
+    (binaries,) = set(re.findall(r"(\S+/bin)/pip install", text))
+    assert set(re.findall(r"(\S*)/?\bserve deploy", text)) == {f"{binaries}/"}
 
 
 def test_the_image_has_our_packages_and_versions_and_no_root() -> None:
@@ -205,6 +251,22 @@ def test_boards_and_alerts_ask_for_metrics_that_there_are(name: str) -> None:
     asked = set(re.findall(r"ray_rag_\w+", (CLUSTER / name).read_text(encoding="utf-8")))
     assert len(asked) >= 4
     assert asked - our_metrics() == set()
+
+
+def test_every_object_that_is_not_what_it_should_be_raises_an_alert() -> None:
+    (group,) = load(CLUSTER / "alerts.yaml")["groups"]
+    (damaged,) = (rule["expr"] for rule in group["rules"] if rule["alert"] == "CacheMendDamagedChunks")
+    (quiet,) = re.findall(r'reason!~"([^"]+)"', damaged)
+    found = {reason for reason in MissReason if not re.fullmatch(quiet, reason)}
+    assert found == set(MissReason) - {MissReason.absent, MissReason.unreadable, MissReason.timeout}
+
+
+def test_no_series_at_all_raises_an_alert() -> None:
+    (group,) = load(CLUSTER / "alerts.yaml")["groups"]
+    (down,) = (rule["expr"] for rule in group["rules"] if rule["alert"] == "CacheMendDown")
+    asked, missing = down.split(" == 0 or ")
+    (series,) = re.findall(r"\((ray_serve_\w+{[^}]+})\)", asked)
+    assert missing == f"absent({series})"
 
 
 def test_the_board_s_panels_do_not_overlap() -> None:
