@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cachemend import ui
-from cachemend.commands import answer, ask, corpus, demo, evaluate, loadtest, models, plan, store, train
+from cachemend.commands import answer, ask, corpus, demo, evaluate, loadtest, models, plan, sensitivity, store, train
 
 OWN_PACKAGES = ("cachemend", "cluster", "serve_app", "pipelines", "repair", "engine", "retrieval", "kvcache")
 
@@ -102,5 +102,6 @@ app.command("demo")(demo.demo)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("sensitivity")(sensitivity.sensitivity)
 app.command("loadtest")(loadtest.loadtest)
 app.add_typer(store.app, name="store")

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
 from pipelines.evaluation import bootstrap, units
 from pipelines.evaluation.candidates import Candidate, make
+from pipelines.evaluation.cuts import Cut
 from pipelines.evaluation.kv_error import DISTANCES, POSITION_BIN
 from pipelines.evaluation.measure import ANSWER_TOKENS, Meter
 from pipelines.evaluation.passes import extend, read_prompt
@@ -52,6 +54,7 @@ class EvaluationJob:
         max_chunks, max_tokens: caps on a request's chunks.
         work: folder of work files.
         articles: corpus for rows without chunks, see `evaluation.requests.read_requests`.
+        cuts: ways to cut the questions' texts anew, likewise.
     """
 
     methods: Sequence[MethodSpec]
@@ -61,6 +64,7 @@ class EvaluationJob:
     max_tokens: int = MAX_TOKENS
     work: Path = Path("data/evaluation")
     articles: str | None = None
+    cuts: Sequence[Cut] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,9 @@ class Evaluation:
         self._target = target = TargetLLM.load(settings=settings)
         self._model = settings.target.model
         self._candidates = make(job.methods, target, settings)
-        self._data = read_requests(job.data, target, settings, job.limit, job.max_chunks, job.max_tokens, job.articles)
+        self._data = read_requests(
+            job.data, target, settings, job.limit, job.max_chunks, job.max_tokens, job.articles, job.cuts
+        )
         self._stale = StaleSource(target, settings)
         repairers = [candidate.repairer for candidate in self._candidates]
         floor = settings.training.residual_floor
@@ -219,8 +225,14 @@ class Evaluation:
     def _config(self) -> dict[str, Any]:
         return {
             "data": {
-                data.name: {"source": source, "sha256": data.digest, "requests": len(data.requests)}
-                for source, data in zip(self._job.data, self._data, strict=True)
+                data.name: {
+                    "source": data.source,
+                    "sha256": data.digest,
+                    "requests": len(data.requests),
+                    "chunks": float(np.mean([len(request.chunks) - 1 for request in data.requests])),
+                    "tokens": float(np.mean([request.prefix_tokens for request in data.requests])),
+                }
+                for data in self._data
             },
             "limits": {
                 "limit": self._job.limit,

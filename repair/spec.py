@@ -5,7 +5,7 @@
     method  = name, ["@", checkpoint], [":", parameter, {",", parameter}]
 
 A parameter is `key=value`; a value is JSON (`0.15`, `true`, `[1,2]`) or else a plain word. `@` takes the method's
-network from another folder or hub id than the settings say.
+network from another folder or hub id than the settings say. `preset=all` stands for each of the method's presets.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parse_methods(text: str) -> list[MethodSpec]:
     """Read a comma-separated list of methods.
 
     Raises:
-        MethodSpecError: not written as the module says, or one method twice.
+        MethodSpecError: not written as the module says, presets of a method that has none, or one method twice.
         UnknownMethodError: a name that is not in the registry.
     """
     written: list[tuple[str, dict[str, Any]]] = []
@@ -95,11 +95,20 @@ def parse_methods(text: str) -> list[MethodSpec]:
             raise MethodSpecError(f"{text!r}: want name, name@checkpoint or name:key=value, got {head!r}")
         if name not in REPAIRERS:
             raise UnknownMethodError(f"unknown method {name!r}; available: {', '.join(available())}")
-        specs.append(MethodSpec(name, params, checkpoint or None))
+        specs += [MethodSpec(name, each, checkpoint or None) for each in _every_preset(name, params)]
     labels = [spec.label for spec in specs]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise MethodSpecError(f"{', '.join(twice)}: named twice")
     return specs
+
+
+def _every_preset(name: str, params: dict[str, Any]) -> list[dict[str, Any]]:
+    if params.get("preset") != "all":
+        return [params]
+    presets = getattr(REPAIRERS[name], "presets", {})
+    if not presets:
+        raise MethodSpecError(f"method {name!r} has no presets")
+    return [{**params, "preset": preset} for preset in presets]
 
 
 def _add(params: dict[str, Any], text: str, whole: str) -> None:

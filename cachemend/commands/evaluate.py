@@ -26,6 +26,10 @@ _QUALITY = {
 _ERRORS = {"KV MSE": "kv_mse_normalized", "K RMSE": "k_rmse", "V RMSE": "v_rmse", "attention RMSE": "attention_error"}
 _COMPARED = {"gold logprob": "gold_logprob", "KL to full": "kl_to_full", "F1": "f1", "TTFT, ms": "ttft_ms"}
 _TOGETHER = "all together"
+_COSTS = (
+    "times: median / 90th percentile; rows: share that the target recomputes, mean over layers;\n"
+    "keys: share that these attend to, where a method chooses it (RelaxKV's |U| / N)"
+)
 
 
 def evaluate(
@@ -90,7 +94,7 @@ def evaluate(
     with ui.stages() as bar:
         evaluation = Evaluation(job, load_settings(), bar)
         plan = evaluation.plan()
-        ui.say(_announced(plan))
+        ui.say(announced(plan))
         result = evaluation.run()
     if json_file is not None:
         json_file.write_text(ui.to_json(result) + "\n", encoding="utf-8")
@@ -101,7 +105,8 @@ def evaluate(
         _print(f"{name}: {summary['requests']} questions", summary)
 
 
-def _announced(plan: EvaluationPlan) -> str:
+def announced(plan: EvaluationPlan) -> str:
+    """What is about to be done, and how long it takes."""
     pairs = plan.requests * len(plan.methods)
     return (
         f"{plan.requests:,} questions, {plan.tokens:,} tokens of chunks, {len(plan.methods)} methods "
@@ -125,14 +130,16 @@ def _print(title: str, summary: Mapping[str, Any]) -> None:
     methods = summary["methods"]
     ui.out.print(f"\n{title}", style="bold", highlight=False)
     for columns in (_QUALITY, _ERRORS):
-        table = _table("method", *columns)
+        table = new_table("method", *columns)
         for label, one in methods.items():
-            table.add_row(label, *(_number(one[metric]) for metric in columns.values()))
+            table.add_row(label, *(number(one[metric]) for metric in columns.values()))
         ui.out.print(table)
-    table = _table("method", "TTFT, ms", "repair, ms", "GMAC", "KV", caption="times: median / 90th percentile")
+    table = new_table("method", "TTFT, ms", "repair, ms", "GMAC", "rows", "keys", "KV", caption=_COSTS)
     for label, one in methods.items():
         times = (f"{one[name]['p50']:,.0f} / {one[name]['p90']:,.0f}" for name in ("ttft_ms", "repair_ms"))
-        table.add_row(label, *times, f"{one['macs'] / 1e9:,.1f}", ui.size(one["memory"]["kv_bytes"]))
+        shares = (f"{one['shares'][name]:.0%}" if name in one["shares"] else "" for name in ("recomputed", "context"))
+        macs, kv_bytes = f"{one['macs'] / 1e9:,.1f}", ui.size(one["memory"]["kv_bytes"])
+        table.add_row(label, *times, macs, *shares, kv_bytes)
     ui.out.print(table)
     ui.out.print(_differences(summary))
     ui.out.print("within half of full's median TTFT, each method's largest preset:")
@@ -140,7 +147,8 @@ def _print(title: str, summary: Mapping[str, Any]) -> None:
         ui.out.print(f"  {family}: {label or 'none'}", highlight=False)
 
 
-def _table(*headings: str, caption: str | None = None) -> Table:
+def new_table(*headings: str, caption: str | None = None) -> Table:
+    """A table whose first column is text and folds; the others are numbers."""
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         first = heading is headings[0]
@@ -150,7 +158,7 @@ def _table(*headings: str, caption: str | None = None) -> Table:
 
 def _differences(summary: Mapping[str, Any]) -> Table:
     caption = "differences with their paired 95 % bootstrap intervals; in TTFT, of medians"
-    table = _table("method", "minus stale", "minus full", caption=caption)
+    table = new_table("method", "minus stale", "minus full", caption=caption)
     for heading, metric in _COMPARED.items():
         table.add_section()
         table.add_row(f"[bold]{heading}[/bold]")
@@ -161,10 +169,11 @@ def _differences(summary: Mapping[str, Any]) -> Table:
 
 
 def _interval(found: Mapping[str, float]) -> str:
-    return f"{_number(found['difference'])} [{_number(found['low'])}, {_number(found['high'])}]"
+    return f"{number(found['difference'])} [{number(found['low'])}, {number(found['high'])}]"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """For a cell; None is nothing."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"

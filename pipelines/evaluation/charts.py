@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures: quality against latency, and where the KV errors are."""
+"""The figures: quality against latency, quality against the chunks, and where the KV errors are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,36 @@ def quality_latency(summary: Mapping[str, Any], title: str, path: Path) -> None:
         slowest = max(one["ttft_ms"]["p50"] for one in methods.values())
         axes.set(xlabel="median time to first token, ms", ylabel=name, xlim=(0, 1.2 * slowest))  # room for labels
         axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=_DPI, format="png")
+
+
+def sensitivity(sweeps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Write sweeps as PNG: a row of panels per sweep, a line per method, chunk length or count on a logarithmic axis.
+
+    Bars are the paired 95 % intervals of the difference to full prefill.
+
+    Args:
+        sweeps: from `sensitivity.sweeps`.
+        title, path: as for `quality_latency`.
+    """
+    figure = Figure(figsize=(5.2 * len(_PANELS), 3.8 * len(sweeps)), layout="constrained")
+    grid = figure.subplots(len(sweeps), len(_PANELS), squeeze=False)
+    for row, sweep in zip(grid, sweeps, strict=True):
+        values = sweep["values"]
+        axis = "tokens of a chunk" if sweep["by"] == "tokens" else "chunks of equal length"
+        for axes, (metric, name) in zip(row, _PANELS, strict=True):
+            for label, one in sweep["methods"].items():
+                y = np.array(one[metric])
+                difference = y - np.array(sweep["methods"][REFERENCE][metric])
+                low, high = np.array(one["intervals"][metric]).T
+                # To rounding the difference lies inside its interval.
+                bars = np.maximum([difference - low, high - difference], 0)
+                axes.errorbar(values, y, yerr=bars, marker="o", linewidth=1, capsize=2, elinewidth=0.5, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel=f"{axis} ({sweep['data']})", ylabel=name, xticks=values, xticklabels=values)
+            axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=_DPI, format="png")

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
+from pipelines.evaluation.cuts import Cut, cut_name
 from pipelines.qa.articles import ArticleSearch, article_chunks, read_articles
 from pipelines.qa.dataset import QARow, dataset_digest, read_dataset
 from pipelines.qa.inputs import capped, fixed_chunks, recut
@@ -64,12 +65,14 @@ class DataSet:
     """A data set's requests.
 
     Attributes:
-        name: the file's name without its ending.
+        name: the file's name without its ending, and how its text is cut anew, if it is.
+        source: path of the file.
         digest: of the rows that are used.
         requests: in the file's order.
     """
 
     name: str
+    source: str
     digest: str
     requests: tuple[EvaluationRequest, ...]
 
@@ -82,6 +85,7 @@ def read_requests(
     max_chunks: int,
     max_tokens: int,
     articles: str | None = None,
+    cuts: Sequence[Cut] = (),
 ) -> list[DataSet]:
     """Read data sets and build their requests.
 
@@ -93,6 +97,7 @@ def read_requests(
         max_chunks, max_tokens: caps on a request's own chunks, see `pipelines.qa.inputs.fixed_chunks`.
         articles: corpus for rows without chunks of their own: their best chunks by BM25 (`pipelines.qa.articles`),
             capped and re-cut into `max_chunks` windows, as MultiHop-RAG's published inputs are.
+        cuts: a data set for each of these, the capped chunks cut anew; none leaves them as they are.
 
     Raises:
         DatasetError: a data set, or articles, that cannot be used.
@@ -101,13 +106,15 @@ def read_requests(
     template = PromptTemplate(target.tokenizer, settings.prompt)
     header = template.header_ids()
     search = articles and ArticleSearch(article_chunks(read_articles(articles), target.tokenizer))
+    variants, names = cuts or (None,), set[str]()
     result: list[DataSet] = []
     for path in paths:
         name = Path(path).stem
-        if name in {data.name for data in result}:
+        if name in names:
             raise EvaluationError(f"{path}: there is another data set of the name {name!r}; rename one")
+        names.add(name)
         rows = read_dataset(path, limit)
-        requests = []
+        made: list[list[EvaluationRequest]] = [[] for _ in variants]
         for row in rows:
             if row.chunks is not None:
                 found = fixed_chunks(row, target.tokenizer, max_chunks, max_tokens)
@@ -120,11 +127,17 @@ def read_requests(
                 raise EvaluationError(
                     f"{path}: row {row.id!r} has no chunks of its own; --articles names a corpus to search for them"
                 )
-            chunks = (header, *(ids for ids in found if ids))
+            found = [ids for ids in found if ids]
             question = template.question_ids([{"role": "user", "content": row.question}])
-            requests.append(_request(name, row, chunks, question, target, settings))
-            _check_length(path, requests[-1], target)
-        result.append(DataSet(name, dataset_digest(rows), tuple(requests)))
+            for cut, requests in zip(variants, made, strict=True):
+                chunks = (header, *(found if cut is None else cut.of(found)))
+                requests.append(_request(cut_name(name, cut), row, chunks, question, target, settings))
+                _check_length(path, requests[-1], target)
+        digest = dataset_digest(rows)
+        result += [
+            DataSet(cut_name(name, cut), str(path), digest, tuple(requests))
+            for cut, requests in zip(variants, made, strict=True)
+        ]
     return result
 
 

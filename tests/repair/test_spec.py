@@ -8,6 +8,7 @@ import pytest
 from kvcache.settings import load_settings
 from repair.checkpoint_config import CheckpointError
 from repair.registry import UnknownMethodError
+from repair.relaxkv import RelaxKV
 from repair.spec import MethodSpec, MethodSpecError, parse_methods
 
 
@@ -21,6 +22,19 @@ def test_commas_part_methods_and_parameters() -> None:
 
 def test_a_preset_is_a_name() -> None:
     assert parse_methods("stale:preset=0.1") == [MethodSpec("stale", {"preset": "0.1"})]
+
+
+def test_all_presets_of_a_method() -> None:
+    specs = parse_methods("stale,epic:preset=all,infoflow:preset=0.1,relaxkv:sinks=false,preset=all")
+    assert [spec.label for spec in specs[:6]] == [
+        "stale",
+        *(f"epic:preset={k}" for k in (8, 16, 32, 64)),
+        "infoflow:preset=0.1",
+    ]
+    assert {spec.params["preset"] for spec in specs[6:]} == set(RelaxKV.presets)
+    assert all(spec.params["sinks"] is False for spec in specs[6:])
+    with pytest.raises(MethodSpecError, match="'stale' has no presets"):
+        parse_methods("stale:preset=all")
 
 
 def test_a_checkpoint_of_its_own() -> None:
