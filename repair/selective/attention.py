@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvcache.geometry import Rotary
 from repair.selective.prefix import AssembledPrefix
 
 _TILE = 256
@@ -19,7 +18,6 @@ def attend(
     layer: int,
     rows: torch.Tensor,
     context: torch.Tensor | None,
-    rotary: Rotary,
     scale: float,
 ) -> torch.Tensor:
     """Let `rows` attend in one layer.
@@ -33,7 +31,6 @@ def attend(
         layer: which.
         rows: int64 `[n]`, ascending, at least one.
         context: int64 `[C]`, ascending; None is every row.
-        rotary: the target's.
         scale: factor on the scores.
 
     Returns:
@@ -51,7 +48,7 @@ def attend(
         ends = torch.searchsorted(keys, last, right=True).tolist()
         admitted = torch.isin(keys, context)
     # [H, 1, C, D] against [H, Q / H, n, D]: the query heads of a KV head share its memory.
-    k = rotary.rotate(prefix.k[layer, gathered], prefix.positions[gathered]).transpose(0, 1)[:, None]
+    k = prefix.turned[layer, gathered].transpose(0, 1)[:, None]
     v = prefix.v[layer, gathered].transpose(0, 1)[:, None]
     q = queries.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)
     mixed = []

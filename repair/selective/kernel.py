@@ -59,8 +59,7 @@ class RowPass:
     def write(self, fresh: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put `keys_values` of the rows into the prefixes."""
         for prefix, rows, (k, v) in zip(self._prefixes, self.rows, fresh, strict=True):
-            prefix.k[self.layer, rows] = k
-            prefix.v[self.layer, rows] = v
+            prefix.put(self.layer, rows, k, v, self._rotary)
 
     def narrow(self, rows: Sequence[torch.Tensor]) -> None:
         """Let go of all but `rows`, int64 per prefix, ascending.
@@ -95,7 +94,7 @@ class RowPass:
         """
         layer = self._layers[self.layer]
         mixed = [
-            attend(q, prefix, self.layer, rows, context, self._rotary, layer.self_attn.scaling)
+            attend(q, prefix, self.layer, rows, context, layer.self_attn.scaling)
             for q, prefix, rows, context in zip(
                 self.queries() if queries is None else queries,
                 self._prefixes,

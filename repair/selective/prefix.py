@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.chunk import ChunkKV
+from kvcache.geometry import Rotary
 from kvcache.target import TargetLLM
 
 
@@ -24,6 +25,8 @@ class AssembledPrefix:
         positions: int64 `[T]`, where the keys are rotated to: the places, unless chunks are looked at unmoved.
         k: canonical keys `[L, T, H, D]` in the target's dtype; those of the question are anything until they are made.
         v: values, likewise.
+        turned: the same keys, rotated to `positions`: what is attended to. Turning all of them once, and then those
+            that change, takes a fraction of turning in every layer what is looked at there.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +34,7 @@ class AssembledPrefix:
     positions: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    turned: torch.Tensor
 
     @classmethod
     def of(
@@ -55,13 +59,24 @@ class AssembledPrefix:
         positions = torch.arange(len(ids))
         if unmoved:
             positions[:rows] = torch.cat([torch.arange(length) for length in lengths])
-        return cls(
-            lengths,
-            torch.tensor(ids, device=target.device),
-            positions.to(target.device),
-            _side_by_side([chunk.k for chunk in chunks], len(ids), target),
-            _side_by_side([chunk.v for chunk in chunks], len(ids), target),
-        )
+        positions = positions.to(target.device)
+        k, v = (_side_by_side([getattr(chunk, part) for chunk in chunks], len(ids), target) for part in "kv")
+        turned = target.rotary.rotate(k, positions)
+        return cls(lengths, torch.tensor(ids, device=target.device), positions, k, v, turned)
+
+    def put(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> None:
+        """Replace rows of a layer.
+
+        Args:
+            layer: which.
+            rows: int64 `[n]`.
+            k: canonical keys `[n, H, D]`.
+            v: values, likewise.
+            rotary: the target's.
+        """
+        self.k[layer, rows] = k
+        self.v[layer, rows] = v
+        self.turned[layer, rows] = rotary.rotate(k, self.positions[rows])
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvcache.geometry import Rotary
 from kvcache.target import TargetLLM
 from repair.selective.kernel import RowPass
 from repair.selective.prefix import AssembledPrefix
@@ -43,15 +42,13 @@ def probe(
         queries = run.queries()
         if run.layer in layers:
             for found, prefix, q in zip(scores, prefixes, queries, strict=True):
-                found[run.layer] = reduce(question_attention(q, prefix, run.layer, target.rotary))
+                found[run.layer] = reduce(question_attention(q, prefix, run.layer))
         if run.layer == max(layers):
             return [torch.stack([found[layer] for layer in layers]) for found in scores]
         run.advance(queries=queries)
 
 
-def question_attention(
-    queries: torch.Tensor, prefix: AssembledPrefix, layer: int, rotary: Rotary, tile: int = _TILE
-) -> torch.Tensor:
+def question_attention(queries: torch.Tensor, prefix: AssembledPrefix, layer: int, tile: int = _TILE) -> torch.Tensor:
     """Attention probabilities of the question's tokens to the prefix's rows, mean over query heads.
 
     A token's softmax is over all it sees: the prefix, and the question up to itself.
@@ -60,13 +57,12 @@ def question_attention(
         queries: `[q, Q, D]`, rotated, of all question tokens.
         prefix: its keys in this layer, the question's included.
         layer: which.
-        rotary: the target's.
         tile: question tokens that are worked on together; bounds the memory, not the result.
 
     Returns:
         float32 `[q, N]`.
     """
-    k = rotary.rotate(prefix.k[layer], prefix.positions).float().permute(1, 2, 0)  # [H, D, T]
+    k = prefix.turned[layer].float().permute(1, 2, 0)  # [H, D, T]
     q = queries.float().unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3) * queries.shape[-1] ** -0.5  # [H, G, q, D]
     keys, own = torch.arange(k.shape[2], device=k.device), prefix.question
     result = torch.zeros(len(own), prefix.rows, device=k.device)

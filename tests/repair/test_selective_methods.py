@@ -194,7 +194,7 @@ def test_scores_do_not_depend_on_the_tile(target, chunks, tile, attentions):
     prefix = AssembledPrefix.of(target, chunks, QUESTION)
     run = RowPass(target, [prefix], [prefix.question])
     run.write(run.keys_values())
-    scores = question_attention(run.queries()[0], prefix, 0, target.rotary, tile)
+    scores = question_attention(run.queries()[0], prefix, 0, tile)
     torch.testing.assert_close(scores, attentions[0, :, :ROWS], atol=1e-5, rtol=1e-4)
 
 
