@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -55,6 +56,8 @@ class Engine:
     async def start(self) -> None:
         """Load the model and start vLLM's processes (about a minute on CPU)."""
         _set_environment(self._settings)
+        # What torch keeps here of tensors that are gone (the proof's target) is not free to vLLM's own processes.
+        torch.cuda.empty_cache()
         self._llm = AsyncLLM.from_engine_args(_engine_args(self._settings))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:

@@ -85,6 +85,10 @@ def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
     settings = settings.model_copy(update={"repair": repair})
     serving = settings.serve
     repair_gpus, engine_gpus = _gpu_shares(settings)
+    if 0 < engine_gpus < 1:  # vLLM's share is of a whole GPU: the rest is for what runs beside it
+        share = settings.engine.gpu_memory_utilization * engine_gpus
+        engine = settings.engine.model_copy(update={"gpu_memory_utilization": share})
+        settings = settings.model_copy(update={"engine": engine})
 
     # The ingress bounds what is in flight and refuses the rest itself, in OpenAI's shape. Serve's own bounds lie above
     # that: its routers count what has only just arrived as queued, and would refuse a burst that there is room for.
