@@ -7,11 +7,13 @@ requests, measures only what is missing. Rows of other weights, units, devices o
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import math
 import platform
 import resource
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,7 @@ Progress = Callable[[str, int, int | None], None]
 
 _TIMED_TOKENS, _TIMED_STEPS = 256, 4
 _VERSIONS = ("cachemend", "torch", "transformers", "numpy")
+_DECIDING = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Evaluation:
             torch.set_num_threads(settings.target.threads)
         self._job, self._progress = job, progress
         self._target = target = TargetLLM.load(settings=settings)
-        self._model = settings.target.model
+        self._model, self._bounds = settings.target.model, settings.repair.selective
+        self._session = uuid.uuid4().hex
         self._candidates = make(job.methods, target, settings)
         self._data = read_requests(
             job.data, target, settings, job.limit, job.max_chunks, job.max_tokens, job.articles, job.cuts
@@ -179,7 +183,7 @@ class Evaluation:
                 read_prompt(self._target, each.repairer, work)
 
     def _measure(self, request: EvaluationRequest, pending: Sequence[Candidate]) -> None:
-        names = {"request": request.digest, "data": request.data, "id": request.id}
+        names = {"request": request.digest, "data": request.data, "id": request.id, "session": self._session}
         with self._stale.chunks(request.chunks) as stale:
             reference = self._meter.reference(request, self._candidates[0].repairer)
             rows = [
@@ -198,15 +202,15 @@ class Evaluation:
         self._work.add(rows)
 
     def _summary(self, data: Sequence[DataSet]) -> dict[str, Any]:
-        rows: Rows = {
-            each.spec.label: [self._work.row(request.digest, each.key) for one in data for request in one.requests]
-            for each in self._candidates
-        }
+        rows: Rows = {each.spec.label: self._rows(each, data) for each in self._candidates}
         return summarise(
             rows,
             {each.spec.label: each.spec.name for each in self._candidates},
             {each.spec.label: each.parameter_bytes for each in self._candidates},
         )
+
+    def _rows(self, candidate: Candidate, data: Sequence[DataSet]) -> list[dict[str, Any]]:
+        return [self._work.row(request.digest, candidate.key) for one in data for request in one.requests]
 
     def _conditions(self, unit: str) -> dict[str, Any]:
         """What decides a row beside its request and method."""
@@ -216,11 +220,13 @@ class Evaluation:
             "threads": torch.get_num_threads(),
             "stale": self._stale.dtype,
             "units": unit,
+            "bounds": self._bounds.model_dump(),
+            "versions": {name: importlib.metadata.version(name) for name in _DECIDING},
         }
 
     def _device(self) -> str:
         device = self._target.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -228,6 +234,7 @@ class Evaluation:
                 data.name: {
                     "source": data.source,
                     "sha256": data.digest,
+                    "requests_sha256": hashlib.sha256("".join(r.digest for r in data.requests).encode()).hexdigest(),
                     "requests": len(data.requests),
                     "chunks": float(np.mean([len(request.chunks) - 1 for request in data.requests])),
                     "tokens": float(np.mean([request.prefix_tokens for request in data.requests])),
@@ -259,6 +266,7 @@ class Evaluation:
                 **{name: importlib.metadata.version(name) for name in _VERSIONS},
             },
             "work_file": str(self._work.path),
+            "sessions": len({row["session"] for each in self._candidates for row in self._rows(each, self._data)}),
         }
 
     def _timed(self) -> tuple[float, float]:
@@ -273,3 +281,11 @@ class Evaluation:
         for token in ids[:_TIMED_STEPS]:
             int(extend(self._target, prompt.cache, [token])[-1].argmax())
         return prompt.ttft_s / len(ids), (time.perf_counter() - begin) / _TIMED_STEPS
+
+
+def _processor() -> str:
+    """What the CPU calls itself; Linux tells nothing by way of `platform.processor`."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

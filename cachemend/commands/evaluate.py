@@ -96,6 +96,10 @@ def evaluate(
         plan = evaluation.plan()
         ui.say(announced(plan))
         result = evaluation.run()
+    if (sessions := result["config"]["sessions"]) > 1:
+        ui.say(
+            f"times were taken in {sessions} runs: compare them with care, or measure anew with another --work folder"
+        )
     if json_file is not None:
         json_file.write_text(ui.to_json(result) + "\n", encoding="utf-8")
     if chart is not None:

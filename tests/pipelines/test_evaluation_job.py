@@ -99,7 +99,9 @@ def test_only_what_is_missing_is_measured(settings, song, measured, tmp_path: Pa
     assert measured == []
     for part in ("methods", "intervals", "half_budget"):
         assert again[part] == first[part]
+    assert (first["config"]["sessions"], again["config"]["sessions"]) == (1, 1)
     more = evaluate("cacherepair,cacherepair:parts=v", [song], settings, tmp_path, limit=3)
+    assert more["config"]["sessions"] == 2
     assert measured == [
         ("song0", "cacherepair:parts=v"),
         ("song1", "cacherepair:parts=v"),
@@ -152,6 +154,17 @@ def test_questions_without_chunks_are_given_articles(settings, model, tmp_path: 
     (tmp_path / "articles.jsonl").write_text(json.dumps({"text": "nothing alike"}) + "\n")
     with pytest.raises(EvaluationError, match=r"'n'.*no article"):
         read_requests([str(path)], *limits, str(tmp_path / "articles.jsonl"))
+
+
+def test_bounds_of_another_operator_are_measured_anew(settings, song, measured, tmp_path: Path) -> None:
+    """A default above the bound is lowered: the same label means other work."""
+    selective = settings.repair.selective.model_copy(update={"max_ratio": 0.05})
+    repair = settings.repair.model_copy(update={"selective": selective})
+    bounded = evaluate("cacheblend", [song], settings.model_copy(update={"repair": repair}), tmp_path, limit=1)
+    measured.clear()
+    free = evaluate("cacheblend", [song], settings, tmp_path, limit=1)
+    assert ("song0", "cacheblend") in measured
+    assert free["methods"]["cacheblend"]["macs"] > bounded["methods"]["cacheblend"]["macs"]
 
 
 def test_without_a_network_stale_is_one_unit_away(settings, song, tmp_path: Path) -> None:
