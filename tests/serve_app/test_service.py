@@ -72,7 +72,7 @@ def test_many_leave_at_once(service: Service) -> None:
 
 
 async def test_overload_is_429_with_retry_after(service: Service) -> None:
-    body = {"messages": [{"role": "user", "content": "[[first_s=5]] Who?"}]}
+    body = {"messages": [{"role": "user", "content": "[[first_s=2.5]] Who?"}]}
     url = f"{service.url}/v1/chat/completions"
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=100)) as client:
         asks = [asyncio.create_task(client.post(url, json=body)) for _ in range(2 * (ONGOING + QUEUED))]
