@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -15,6 +16,8 @@ from kvcache.target import TargetLLM
 from tests.tiny import tiny_target
 
 torch.set_num_threads(2)
+# A shell starts what it puts in the background with Ctrl-C ignored, and children inherit that; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +31,7 @@ def ray_alone():
     """A Ray cluster of this test module only."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -190,7 +190,7 @@ _JOB = """
 import sys, ray
 from kvcache.settings import Settings
 from pipelines.precompute import precompute
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
+ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
 precompute("passages", Settings.model_validate_json(sys.argv[1]))
 """
 
