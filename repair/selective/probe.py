@@ -64,12 +64,12 @@ def question_attention(queries: torch.Tensor, prefix: AssembledPrefix, layer: in
     """
     k = prefix.turned[layer].float().permute(1, 2, 0)  # [H, D, T]
     q = queries.float().unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3) * queries.shape[-1] ** -0.5  # [H, G, q, D]
-    keys, own = torch.arange(k.shape[2], device=k.device), prefix.question
+    own = torch.arange(q.shape[2], device=k.device)
     result = torch.zeros(len(own), prefix.rows, device=k.device)
     for start in range(0, len(own), tile):
-        end = start + tile
-        unseen = keys > own[start:end, None]
-        for k_head, q_head in zip(k, q, strict=True):
-            attention = (q_head[:, start:end] @ k_head).masked_fill_(unseen, -torch.inf).softmax(dim=-1)
-            result[start:end] += attention[..., : prefix.rows].sum(dim=0)
+        part = q[:, :, start : start + tile]
+        scores = (part.flatten(1, 2) @ k).unflatten(1, part.shape[1:3])
+        # All of the prefix is seen.
+        scores[..., prefix.rows :].masked_fill_(own > own[start : start + tile, None], -torch.inf)
+        result[start : start + tile] = scores.softmax(dim=-1)[..., : prefix.rows].sum(dim=(0, 1))
     return result / queries.shape[1]
