@@ -18,6 +18,8 @@ from retrieval.types import MAX_CHUNK_ID
 
 MAX_STOPS = 4
 MAX_METHOD_PARAMS = 16
+MAX_PARAM_NUMBERS = 256
+"""Beyond the layers of any target."""
 MAX_MESSAGES = 256
 MAX_CHUNK_IDS = 1024
 """Beyond any sensible `retrieval.max_top_k`, which is the tighter bound of a service."""
@@ -44,6 +46,7 @@ Text = Annotated[str, AfterValidator(_no_nul)]
 Name = Annotated[Text, Field(min_length=1, max_length=256)]
 ChunkId = Annotated[Text, Field(min_length=1, max_length=MAX_CHUNK_ID)]
 CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+ParamNumbers = Annotated[list[int], Field(max_length=MAX_PARAM_NUMBERS, fail_fast=True)]
 StopText = Annotated[Text, Field(min_length=1, max_length=256)]
 OneAnswer = Annotated[int | None, _only(1, None, why="one answer per request is supported")]
 NoTools = Annotated[list[Any] | None, _only([], None, why="tools are not supported")]
@@ -65,7 +68,7 @@ class RagOptions(Request):
     top_k: int | None = Field(None, ge=1, description="Chunks to retrieve.")
     method: Name | None = Field(None, description="Repair method; the service's default when left out.")
     method_params: Annotated[
-        dict[Name, bool | int | float | str | None], Field(max_length=MAX_METHOD_PARAMS, fail_fast=True)
+        dict[Name, bool | int | float | str | ParamNumbers | None], Field(max_length=MAX_METHOD_PARAMS, fail_fast=True)
     ] = Field(default_factory=dict, description="Parameters of the repair method.")
     chunk_ids: Annotated[list[ChunkId], Field(min_length=1, max_length=MAX_CHUNK_IDS, fail_fast=True)] | None = Field(
         None, description="Use exactly these chunks, in this order, instead of searching."

@@ -39,7 +39,9 @@ def quality_latency(summary: Mapping[str, Any], title: str, path: Path) -> None:
             x, y, labels = zip(*points, strict=True)
             axes.plot(x, y, marker="o", linewidth=1, label=family)
             for point in zip(x, y, labels, strict=True):
-                axes.annotate(point[2], point[:2], xytext=(4, 4), textcoords="offset points", fontsize=7)
+                # The legend names the family; what is left fits beside thirty others.
+                setting = point[2].removeprefix(family).lstrip(":").removeprefix("preset=")
+                axes.annotate(setting, point[:2], xytext=(4, 4), textcoords="offset points", fontsize=7)
         half = 0.5 * methods[REFERENCE]["ttft_ms"]["p50"]
         axes.axvline(half, linestyle=":", color="grey", linewidth=1)
         axes.annotate(

@@ -92,6 +92,14 @@ CASES: dict[str, tuple[str, bytes, int, str | None, str | None, str]] = {
     "top_k as text": (CHAT, rag(top_k="5"), 400, "invalid_value", "rag.top_k", "integer"),
     "top_k a bool": (CHAT, rag(top_k=True), 400, "invalid_value", "rag.top_k", "integer"),
     "nested params": (CHAT, rag(method_params={"a": {"b": 1}}), 400, "invalid_value", None, "method_params"),
+    "texts in params": (
+        CHAT,
+        rag(method_params={"a": ["b"]}),
+        400,
+        "invalid_value",
+        "rag.method_params.a.0",
+        "integer",
+    ),
     "max_tokens 0": (CHAT, chat(max_tokens=0), 400, "invalid_value", "max_tokens", "greater than or equal to 1"),
     "max_tokens beyond the context": (
         CHAT,

@@ -60,6 +60,11 @@ BODIES: dict[str, tuple[type[ChatRequest] | type[CompletionRequest], bytes, str]
         full(f'{{{ASK},"rag":{{"method_params":{{', names("{}"), "}}}"),
         "rag.method_params",
     ),
+    "a long method param": (
+        ChatRequest,
+        full(f'{{{ASK},"rag":{{"method_params":{{"layers":[', many("7"), "]}}}"),
+        "rag.method_params.layers",
+    ),
     "stops": (ChatRequest, full(f'{{{ASK},"stop":[', many("0"), "]}"), "stop"),
     "fields": (ChatRequest, full(f"{{{ASK},", names("0"), "}"), "is not a field"),
     "fields of rag": (ChatRequest, full(f'{{{ASK},"rag":{{', names("0"), "}}"), "is not a field"),
