@@ -48,7 +48,6 @@ def main() -> None:
     chunks = [part.tolist() for part in ids[: options.tokens].chunk(options.chunks)]
     stale = [target.stale_kv([chunk])[0] for chunk in chunks]
     request = RepairRequest(chunks, stale, ids[options.tokens :].tolist())
-    prefix = AssembledPrefix.of(target, stale)
     layers = target.geometry.n_layers
 
     def full() -> object:
@@ -57,7 +56,7 @@ def main() -> None:
     def rows(share: float) -> Callable[[], object]:
         count = int(options.tokens * share)
         chosen = (torch.arange(count, device=target.device) * options.tokens) // count
-        return lambda: recompute(target, [prefix], [[chosen] * layers])
+        return lambda: recompute(target, [AssembledPrefix.of(target, stale)], [[chosen] * layers])
 
     work: dict[str, Callable[[], object]] = {"full prefill": full}
     work |= {f"{share:.0%} of the rows": rows(share) for share in options.shares}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import ray
 import torch
 
@@ -31,8 +33,8 @@ class RepairerDeployment:
 
     def __init__(self, settings: Settings) -> None:
         target = TargetLLM.load(settings=settings)
-        if settings.target.threads:
-            torch.set_num_threads(settings.target.threads)
+        # Ray gives an actor of a fraction of a CPU one OpenMP thread.
+        torch.set_num_threads(settings.target.threads or len(os.sched_getaffinity(0)))
         store = ChunkStore.of(settings)
         store.check_target()
         self._mender = Mender(target, store, _transport(settings), settings)
