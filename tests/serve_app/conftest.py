@@ -72,7 +72,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     )
     os.environ.pop("RAY_ADDRESS", None)
     tune()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
     try:
         run(settings, parts=Parts(MockRetriever, MockRepairer, MockEngine))
         yield Service(f"http://127.0.0.1:{settings.serve.port}", settings)
