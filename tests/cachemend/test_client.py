@@ -15,7 +15,7 @@ import pytest
 from cachemend.client import Answer, Client, ServiceDownError, ServiceError
 
 Script = Callable[[BaseHTTPRequestHandler], None]
-FIRST_TOKEN_S = 0.5
+FIRST_TOKEN_S = 0.15
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_streamed_answer_is_collected_and_timed(serve: Any) -> None:
     assert (answer.text, pieces) == ("1891", ["18", "91"])
     assert (answer.prompt_tokens, answer.cached_tokens) == (1000, 980)
     assert answer.citations == [{"chunk_id": "c1"}]
-    assert FIRST_TOKEN_S <= answer.ttft_s < answer.total_s - 0.2 * FIRST_TOKEN_S
+    assert FIRST_TOKEN_S <= answer.ttft_s < answer.total_s - 0.9 * FIRST_TOKEN_S
     assert bodies[0]["rag"] == {"method": "stale", "corpus": "demo", "top_k": 5}
     assert bodies[0]["messages"] == [{"role": "user", "content": "when?"}]
     assert bodies[0]["max_tokens"] == 8

@@ -81,7 +81,7 @@ def service(tiny_service: str, tmp_path: Path) -> Iterator[subprocess.Popen]:
 def test_nothing_is_left(service: subprocess.Popen, how: signal.Signals) -> None:
     family = _wait_for_engine(service, 300)
     service.send_signal(how)
-    service.wait(timeout=180)
+    service.wait(timeout=60)
     _assert_gone(family)
 
 
@@ -92,13 +92,13 @@ def test_serve_shutdown_ends_every_replica(service: subprocess.Popen, tmp_path: 
     (dashboard,) = set(re.findall(r"http://127\.0\.0\.1:\d+(?= *\x1b|\s)", (tmp_path / "log").read_text()))
     # Ray guards a cluster that it starts itself with a token, which its own commands must be told to use.
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-    subprocess.run([SERVE, "shutdown", "--yes", "--address", dashboard], check=True, timeout=300, env=environment)
+    subprocess.run([SERVE, "shutdown", "--yes", "--address", dashboard], check=True, timeout=120, env=environment)
     _assert_gone(replicas)
     assert service.poll() is None  # `serve run` stays, with its cluster, until it is ended
 
 
 def _assert_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 30
     while (left := [p for p in processes if _alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, f"left behind: {left}"

@@ -136,7 +136,7 @@ def test_endless_slow_down_is_an_unreadable_miss_in_bounded_time(s3: S3Server, m
     miss = miss_of(store, 1, 2)
     assert miss.reason is MissReason.unreadable and "store.attempts" in miss.detail
     assert sum(verb == method for verb, _ in s3.seen) == 4  # the SDK does not multiply our attempts
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 5
     s3.faults.clear()
     store.get((1, 2))
 
@@ -191,7 +191,7 @@ def test_server_that_is_not_there_is_explained_in_bounded_time() -> None:
     assert miss.reason is MissReason.unreadable and "endpoint_override" in miss.detail
     with pytest.raises(StoreError, match="endpoint_override"):
         store.check_target()
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 5
 
 
 def test_server_that_never_answers_is_a_timeout() -> None:

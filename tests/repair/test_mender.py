@@ -154,10 +154,10 @@ async def test_slow_storage_falls_back_within_the_deadline(tiny, tmp_path):
     rig = Rig(tiny, tmp_path / "store", store={"deadline_s": 0.1})
     rig.precompute()
     gate, read = threading.Event(), rig.store.get
-    rig.store.get = lambda ids: gate.wait(120) and read(ids)
+    rig.store.get = lambda ids: gate.wait(5) and read(ids)
     begin = time.monotonic()
     result = await rig.mend()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 1
     assert result.fallback == "fetch_deadline" and result.handoff is None
     assert result.prefix_ids == tuple(token for ids in CHUNKS for token in ids)
     gate.set()
