@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from cachemend import service
+from tests.processes import alive, family_of
 
 PARENT = """
 import subprocess, sys, time
@@ -34,7 +35,7 @@ def start(child: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     )
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     time.sleep(0.3)  # the child installs its signal handlers
-    return process, psutil.Process(process.pid).children(recursive=True)
+    return process, family_of(process.pid)[1:]
 
 
 @pytest.mark.parametrize("child", [SLEEPER, STUBBORN], ids=["orphan", "stubborn"])
@@ -44,7 +45,7 @@ def test_descendants_do_not_outlive_the_service(child: str, monkeypatch: pytest.
     assert len(children) == 1
     forced = service.stop_tree(process, timeout_s=1.0)
     assert process.poll() is not None
-    assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+    assert not alive(children[0])
     assert len(forced) == 1  # it did not go by itself, and that is told
 
 
@@ -79,14 +80,14 @@ def test_ctrl_c_stops_the_service_and_leaves_nothing(tmp_path: Path, monkeypatch
     def interrupt(waited: float) -> None:
         raise KeyboardInterrupt
 
-    before = len(psutil.Process().children(recursive=True))
+    before = len(family_of())
     with (
         pytest.raises(KeyboardInterrupt),
         service.running_service("serve_app:app", interrupt, lambda: told.append("stopping")),
     ):
         pass
     assert told == ["stopping"]
-    assert len(psutil.Process().children(recursive=True)) == before
+    assert len(family_of()) == before
     assert list(tmp_path.glob("cachemend-service-*")) == []
 
 
@@ -104,7 +105,7 @@ with service.running_service("serve_app:app", lambda waited: print("waiting", fl
 """
     process = subprocess.Popen([sys.executable, "-c", script, str(fake)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"waiting\n"
-    [child] = psutil.Process(process.pid).children(recursive=True)
+    [child] = family_of(process.pid)[1:]
     process.terminate()
     assert process.wait(timeout=30) == 143
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not alive(child)

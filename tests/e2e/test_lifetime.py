@@ -19,6 +19,7 @@ import torch
 from cachemend.service import SERVE, ServiceStartError, running_service
 from kvcache.store import ChunkStore
 from kvcache.target import TargetLLM
+from tests.processes import assert_gone, family_of, title
 from tests.tiny import tiny_model_dir, tiny_settings
 
 pytestmark = pytest.mark.real
@@ -73,7 +74,7 @@ def service(tiny_service: str, tmp_path: Path) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         if process.poll() is None:
-            for survivor in [*psutil.Process(process.pid).children(recursive=True), process]:
+            for survivor in family_of(process.pid):
                 survivor.kill()
 
 
@@ -82,26 +83,19 @@ def test_nothing_is_left(service: subprocess.Popen, how: signal.Signals) -> None
     family = _wait_for_engine(service, 300)
     service.send_signal(how)
     service.wait(timeout=60)
-    _assert_gone(family)
+    assert_gone(family, 30)
 
 
 def test_serve_shutdown_ends_every_replica(service: subprocess.Popen, tmp_path: Path) -> None:
     family = _wait_for_engine(service, 300)
-    replicas = [p for p in family if re.search(r"VLLM::|ServeReplica", _title(p))]
+    replicas = [p for p in family if re.search(r"VLLM::|ServeReplica", title(p))]
     assert len(replicas) >= 5  # ingress, retriever, repairer, engine, and vLLM's own
     (dashboard,) = set(re.findall(r"http://127\.0\.0\.1:\d+(?= *\x1b|\s)", (tmp_path / "log").read_text()))
     # Ray guards a cluster that it starts itself with a token, which its own commands must be told to use.
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     subprocess.run([SERVE, "shutdown", "--yes", "--address", dashboard], check=True, timeout=120, env=environment)
-    _assert_gone(replicas)
+    assert_gone(replicas, 30)
     assert service.poll() is None  # `serve run` stays, with its cluster, until it is ended
-
-
-def _assert_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 30
-    while (left := [p for p in processes if _alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left, f"left behind: {left}"
 
 
 def _wait_for_engine(process: subprocess.Popen, timeout_s: float) -> list[psutil.Process]:
@@ -109,23 +103,8 @@ def _wait_for_engine(process: subprocess.Popen, timeout_s: float) -> list[psutil
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, "the service ended by itself"
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        if any("VLLM::EngineCore" in _title(member) for member in family):
+        if any("VLLM::EngineCore" in title(member) for member in family_of(process.pid)):
             time.sleep(5)
-            return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            return family_of(process.pid)
         time.sleep(1)
     raise AssertionError("vLLM did not start in time")
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

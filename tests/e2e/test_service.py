@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from cachemend import demo
@@ -20,6 +19,7 @@ from kvcache.settings import Settings, load_settings
 from kvcache.target import TargetLLM
 from retrieval.corpus import Corpus
 from tests.engine.prompts import stale_reference
+from tests.processes import assert_gone, family_of
 
 pytestmark = pytest.mark.real
 QUESTION = " Question: What is this about? Answer:"
@@ -36,10 +36,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 def client(settings: Settings) -> Iterator[openai.OpenAI]:
     demo.prepare_corpus(settings)
     with running_service(demo.APPLICATION, lambda _: None) as service:
-        family = psutil.Process().children(recursive=True)
+        family = family_of()[1:]
         yield openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
-    left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not left, f"the service left processes behind: {left}"
+    assert_gone(family, 0)
 
 
 @pytest.fixture(scope="module")

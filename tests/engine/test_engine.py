@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from kvcache.geometry import UnsupportedTargetError
 from kvcache.handoff import RayTransport, SharedMemoryTransport, release
 from kvcache.target import TargetLLM
 from tests.engine.prompts import answer, stale_reference, stale_ticket
+from tests.processes import assert_gone, engines
 from tests.tiny import tiny_model_dir, tiny_settings
 
 TOLERANCE = 2e-3
@@ -54,17 +54,10 @@ async def engine(settings):
     engine = Engine(settings)
     await engine.start()
     yield engine
-    children = psutil.Process().children(recursive=True)
+    running = engines()
+    assert running
     engine.shutdown()
-    _, alive = psutil.wait_procs([c for c in children if "VLLM" in _name(c)], timeout=20)
-    assert not alive, f"vLLM processes left behind: {alive}"
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return ""
+    assert_gone(running, 20)
 
 
 @pytest.fixture(autouse=True)

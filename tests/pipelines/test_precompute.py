@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -30,6 +29,7 @@ from kvcache.target import TargetLLM, target_fingerprint
 from pipelines.precompute import PrecomputeError, length_batches, plan, precompute
 from retrieval.errors import CorpusMismatchError, UnknownCorpusError
 from tests.pipelines.corpora import publish_corpus
+from tests.processes import family_of, title
 from tests.s3 import SLOW_DOWN, s3_server
 from tests.tiny import tiny_model_dir, tiny_settings
 
@@ -217,7 +217,7 @@ def test_killed_with_all_its_workers_and_started_again(ray_alone, settings: Sett
     try:
         _wait_for(lambda: len(objects_of(settings)) >= when or job.poll() is not None)
     finally:
-        family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        family = family_of(job.pid)
         for process in family:
             process.send_signal(signal.SIGKILL)
         job.wait()
@@ -239,11 +239,10 @@ def test_an_actor_that_is_killed_is_replaced(ray_alone, settings: Settings) -> N
     killed = []
 
     def kill_actor() -> bool:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # of those that end while we look
-                if "MapWorker" in " ".join(process.cmdline()):
-                    process.send_signal(signal.SIGKILL)
-                    killed.append(process.pid)
+        for process in family_of():
+            if "MapWorker" in title(process):
+                process.send_signal(signal.SIGKILL)
+                killed.append(process.pid)
         return bool(killed)
 
     def kill() -> None:

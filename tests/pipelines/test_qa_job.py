@@ -30,6 +30,7 @@ from repair.registry import UnknownMethodError
 from retrieval.errors import UnknownCorpusError
 from retrieval.retriever import Retriever
 from tests.pipelines.inputs import write_jsonl
+from tests.processes import assert_gone, watched_engines
 from tests.retrieval.fakes import HashingEmbedder
 from tests.tiny import tiny_model_dir, tiny_settings
 
@@ -86,15 +87,16 @@ def output(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(
     ray_alone: Any, dataset: Path, output: Path, settings: Settings
-) -> tuple[job.AnswerPlan, job.AnswerReport, list]:
+) -> tuple[job.AnswerPlan, job.AnswerReport, list, set[psutil.Process]]:
     before = job.plan(dataset, METHODS, output, settings, max_tokens=MAX_TOKENS, concurrency=2)
     assert (before.questions, before.requests, before.missing) == (3, 6, 6)
     before._work.results.begin()
     before._work.results.add([KEPT])
     plan = job.plan(dataset, METHODS, output, settings, max_tokens=MAX_TOKENS, concurrency=2)
     told: list[tuple[str, int, int | None]] = []
-    report = job.answer(plan, settings, lambda *what: told.append(what))
-    return plan, report, told
+    with watched_engines() as seen:
+        report = job.answer(plan, settings, lambda *what: told.append(what))
+    return plan, report, told, seen
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def rows(run: Any, output: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_only_what_is_missing_is_computed(run: Any, rows: Any, output: Path) -> None:
-    plan, report, told = run
+    plan, report, told, _ = run
     assert (plan.missing, report.computed, report.requests) == (5, 5, 6)
     assert plan.seconds_estimate > 0
     assert told[0] == ("answer", 1, 6) and told[-1] == ("answer", 6, 6)
@@ -206,10 +208,9 @@ def test_the_run_file_says_what_the_rows_are_of(run: Any, output: Path, target: 
 
 
 def test_no_engine_is_left_behind(run: Any) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and any("VLLM" in name for name in _children()):
-        time.sleep(0.5)
-    assert not [name for name in _children() if "VLLM" in name]
+    *_, seen = run
+    assert seen
+    assert_gone(seen, 30)
 
 
 def test_parquet_holds_the_same_rows(rows: Any, folder: Path) -> None:
@@ -302,13 +303,3 @@ def _check_gold(row: dict[str, Any], golds: dict[str, list[int]], score: Any) ->
     assert row["gold"] == best
     assert row["gold_logprob_sum"] == pytest.approx(sum(scores[best]), abs=TOLERANCE)
     assert row["gold_logprob_mean"] == pytest.approx(sum(scores[best]) / len(scores[best]), abs=TOLERANCE)
-
-
-def _children() -> list[str]:
-    names = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            names.append(child.name())
-        except psutil.NoSuchProcess:
-            continue
-    return names
