@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 export RAY_USAGE_STATS_ENABLED ?= 0
 export DO_NOT_TRACK ?= 1
 export VENV
+# Every replica and every worker of a job is a process of its own: without bytecode on disk each compiles torch and vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup models demo test lint format serve clean

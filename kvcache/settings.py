@@ -221,6 +221,10 @@ class AutoscalingSettings(Section):
     """Most engines."""
     downscale_delay_s: NonNegativeFloat = 60.0
     """Seconds for which fewer must have been enough before any stops."""
+    scale_to_zero: bool = False
+    """Whether the last ones stop, too, when nothing comes; the first request then waits until both have started."""
+    idle_s: NonNegativeFloat = 600.0
+    """Seconds for which nothing must have come before they do."""
 
 
 class ServeSettings(Section):
@@ -246,11 +250,15 @@ class ServeSettings(Section):
     """Seconds until a request's first token; past it its work is stopped and the client gets 503."""
     shutdown_timeout_s: PositiveFloat = 30.0
     """Seconds a stopping replica has to finish its streams."""
+    log_encoding: Literal["TEXT", "JSON"] = "TEXT"
+    """Of the deployments' logs. Each deployment logs a line per request, see `serve_app.request_log`."""
     autoscaling: AutoscalingSettings = AutoscalingSettings()
 
     @model_validator(mode="after")
     def _least_and_most(self) -> ServeSettings:
         scaling = self.autoscaling
+        if scaling.scale_to_zero and not scaling.enabled:
+            raise ValueError("autoscaling.scale_to_zero needs autoscaling.enabled")
         for part, least, most in (
             ("repairer", self.repairer_replicas, scaling.max_repairer_replicas),
             ("engine", self.engine_replicas, scaling.max_engine_replicas),

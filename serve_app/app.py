@@ -119,7 +119,7 @@ def run(settings: Settings, *, blocking: bool = False, parts: Parts | None = Non
     serve.start(
         proxy_location="EveryNode",
         http_options={"host": settings.serve.host, "port": settings.serve.port},
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(encoding=settings.serve.log_encoding, enable_access_log=False),
     )
     return serve.run(bind(settings, parts), blocking=blocking, name=APP_NAME, route_prefix="/")
 
@@ -141,7 +141,7 @@ def _deployment(
         graceful_shutdown_wait_loop_s=0.5,
         # A refusal at start (a foreign store, a target that cannot be reused) does not get better by trying again.
         max_constructor_retry_count=2,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(encoding=settings.serve.log_encoding, enable_access_log=False),
         ray_actor_options={
             # Replicas share the cores: what they may use of them is set by threads in the settings, not by slots.
             "num_cpus": 0.1,
@@ -157,13 +157,15 @@ def _replicas(settings: Settings, least: int, most: int) -> dict[str, Any]:
     if not scaling.enabled:
         return {"num_replicas": least}
     config = AutoscalingConfig(
-        min_replicas=least,
+        min_replicas=0 if scaling.scale_to_zero else least,
+        initial_replicas=least,
         max_replicas=most,
         # Deprecated, but the environment variables that are to replace it are not read by Ray 2.60.
         metrics_interval_s=METRICS_S,
         look_back_period_s=LOOK_BACK_S,
         upscale_delay_s=UPSCALE_DELAY_S,
         downscale_delay_s=scaling.downscale_delay_s,
+        downscale_to_zero_delay_s=scaling.idle_s,
         policy=AutoscalingPolicy(policy_function="serve_app.autoscaling:scale_alone"),
     )
     return {"autoscaling_config": config}

@@ -77,7 +77,12 @@ def decide(stages: Mapping[str, Stage], slo_s: float) -> dict[str, int]:
     Args:
         stages: by name, in any order; a request passes through each once.
         slo_s: objective for the p95 of the time to first token, in seconds.
+
+    Returns:
+        Replicas; 0 where nothing comes and nothing is in flight. Ray keeps them within the deployment's bounds.
     """
+    if not any(stage.arrivals or stage.in_flight for stage in stages.values()):
+        return dict.fromkeys(stages, 0)
     served = {name: stage.service_s for name, stage in stages.items() if stage.service_s is not None}
     if len(served) < len(stages):
         return {name: stage.replicas for name, stage in stages.items()}
@@ -157,7 +162,9 @@ def scale_alone(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def _scale(contexts: Mapping[Any, AutoscalingContext], share: float) -> dict[Any, int]:
     reports = {name: _reports(context) for name, context in contexts.items()}
     if not all(reports.values()):
-        return {name: context.target_num_replicas for name, context in contexts.items()}
+        # Whoever sleeps wakes with the first of them that has work, not one after the other as the work gets there.
+        awake = int(any(context.total_num_requests for context in contexts.values()))
+        return {name: max(context.target_num_replicas, awake) for name, context in contexts.items()}
     stages = {name: stage_of(context, reports[name]) for name, context in contexts.items()}
     slo_s = max((report["slo_s"] for told in reports.values() for report in told), default=0.0)
     return decide(stages, slo_s * share) if stages else {}

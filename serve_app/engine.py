@@ -12,6 +12,7 @@ from kvcache.settings import Settings
 from serve_app.errors import bad_request, to_api_error
 from serve_app.messages import GenerateDelta, GenerateRequest
 from serve_app.meter import ServiceMeter
+from serve_app.request_log import log_request
 
 logger = logging.getLogger("ray.serve")
 
@@ -45,12 +46,21 @@ class EngineDeployment:
             ApiError: nothing else, since the caller could only unpickle vLLM's errors by importing vLLM.
         """
         self._meter.arrived()
-        begin, stages = time.perf_counter(), {"queue": 0.0, "first_token": 0.0}
+        begin, stages, tokens = time.perf_counter(), {"queue": 0.0, "first_token": 0.0}, 0
         try:
             async with aclosing(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
                     stages |= delta.stages
+                    tokens += len(delta.token_ids)
                     yield delta
+            log_request(
+                "generated",
+                request.request_id,
+                stages,
+                tokens=tokens,
+                cached_tokens=delta.cached_tokens,
+                handoff_miss=delta.handoff_miss,
+            )
             queue_s = stages["queue"]
             self._meter.served(time.perf_counter() - begin - queue_s, stages["first_token"] - queue_s)
         except ValueError as error:

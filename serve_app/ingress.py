@@ -24,6 +24,7 @@ from serve_app.flow import Answer, Flow, new_answer
 from serve_app.metrics import NodeMetrics, RequestMetrics
 from serve_app.prompts import Prompts
 from serve_app.replies import Model, ModelList
+from serve_app.request_log import log_request
 from serve_app.routes import build_api
 from serve_app.schemas import ChatRequest, CompletionRequest
 from serve_app.writers import ChatWriter, CompletionWriter, stage_headers
@@ -32,6 +33,7 @@ logger = logging.getLogger("ray.serve")
 
 READY_TIMEOUT_S = 5.0
 CLIENT_GONE = 499
+_SLEEPERS = ("Repairer", "Engine")
 
 
 @serve.ingress()
@@ -78,8 +80,11 @@ class Ingress:
         """`GET /readyz`: whether every deployment answers; the Retriever only does when its corpora can be read."""
         serving = self._settings.serve
         full = self._in_flight >= serving.max_ongoing_requests // serving.ingress_replicas
-        asked = [_state(name, handle, full) for name, handle in self._parts.items()]
-        states = dict(zip(self._parts, await asyncio.gather(*asked), strict=True))
+        # A question would wake those that sleep, and keep them awake.
+        asleep = _SLEEPERS if serving.autoscaling.enabled and serving.autoscaling.scale_to_zero else ()
+        asked = {name: handle for name, handle in self._parts.items() if name not in asleep}
+        found = await asyncio.gather(*(_state(name, handle, full) for name, handle in asked.items()))
+        states = dict(zip(asked, found, strict=True))
         if any(state.startswith("not") for state in states.values()):
             error = unavailable("not ready: " + ", ".join(f"{k} {v}" for k, v in states.items() if v.startswith("not")))
             return JSONResponse({**error.body(), "deployments": states}, error.status, error.headers())
@@ -125,7 +130,17 @@ class Ingress:
         answer.close()
         self._in_flight -= 1
         self._metrics.in_flight(self._in_flight)
-        self._metrics.ended(answer.method, status, answer.stages, answer.rag.fallback if answer.rag else None)
+        fallback = answer.rag.fallback if answer.rag else None
+        self._metrics.ended(answer.method, status, answer.stages, fallback)
+        log_request(
+            "answered",
+            answer.reply_id,
+            answer.stages,
+            status=status,
+            method=answer.method,
+            prompt_tokens=answer.prompt_tokens,
+            fallback=fallback,
+        )
 
 
 class _EventStream(StreamingResponse):

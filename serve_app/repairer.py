@@ -16,6 +16,7 @@ from kvcache.target import TargetLLM
 from repair.mender import Mender
 from serve_app.messages import MendRequest, MendResult
 from serve_app.meter import ServiceMeter
+from serve_app.request_log import log_request
 
 _WAITS = ("repair_queue",)
 _BESIDE_THE_DEVICE = ("fetch", "handoff")
@@ -51,6 +52,16 @@ class RepairerDeployment:
         work = {stage: seconds for stage, seconds in result.stages.items() if stage not in _WAITS}
         on_device = sum(seconds for stage, seconds in work.items() if stage not in _BESIDE_THE_DEVICE)
         self._meter.served(sum(work.values()), sum(work.values()), on_device)
+        log_request(
+            "mended",
+            request.request_id,
+            result.stages,
+            method=result.method,
+            rows=result.rows,
+            hits=result.hits,
+            misses=result.misses,
+            fallback=result.fallback,
+        )
         return result
 
     async def ready(self) -> None:

@@ -20,7 +20,6 @@ REPLICA_ENVIRONMENT: dict[str, str] = {
     # measured on a quiet machine yet: `python -m benchmarks.framework` does.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
     # Start-up objects are most of the heap: the collector need not walk them while a user waits.
     "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
 }

@@ -23,6 +23,7 @@ from serve_app.replies import (
     completion_logprobs,
     usage,
 )
+from serve_app.request_log import milliseconds
 from serve_app.schemas import ChatRequest, CompletionRequest
 
 
@@ -73,7 +74,7 @@ class _Writer(ABC):
             if delta.finish_reason:
                 if self.answer.rag is not None:
                     event["rag"] = self.answer.rag.model_dump(exclude_none=True)
-                event["stages_ms"] = milliseconds(self.answer)
+                event["stages_ms"] = milliseconds(self.answer.stages)
             yield _event(event)
         if include_usage:
             tail = {**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage().model_dump()}
@@ -112,7 +113,7 @@ class ChatWriter(_Writer):
             choices=[choice],
             usage=self._usage(),
             rag=self.answer.rag,
-            stages_ms=milliseconds(self.answer),
+            stages_ms=milliseconds(self.answer.stages),
         )
 
     def _choice(self, delta: GenerateDelta, first: bool) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class CompletionWriter(_Writer):
             choices=[choice],
             usage=self._usage(),
             rag=self.answer.rag,
-            stages_ms=milliseconds(self.answer),
+            stages_ms=milliseconds(self.answer.stages),
         )
 
     def _choice(self, delta: GenerateDelta, first: bool) -> dict[str, Any]:
@@ -155,14 +156,9 @@ class CompletionWriter(_Writer):
         return choice
 
 
-def milliseconds(answer: Answer) -> dict[str, float]:
-    """Stage times in milliseconds."""
-    return {stage: round(seconds * 1e3, 3) for stage, seconds in answer.stages.items()}
-
-
 def stage_headers(answer: Answer) -> dict[str, str]:
     """Stage times so far as a Server-Timing header, and the time to the first token on its own."""
-    stages = milliseconds(answer)
+    stages = milliseconds(answer.stages)
     timing = ", ".join(f"{stage};dur={value}" for stage, value in stages.items())
     return {"server-timing": timing, "x-cachemend-ttft-ms": str(stages["ttft"])}
 

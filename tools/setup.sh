@@ -7,6 +7,7 @@
 #   PYTHON=python3.11 the interpreter to make it with
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE
 
 VENV=${VENV:-.venv}
 LOCK=requirements/cpu.lock
@@ -34,7 +35,8 @@ progress() {
         /^Installing collected / && total > 1          { print "  all found, unpacking them (a minute or two)"; fflush() }'
 }
 
-# Without --no-compile pip compiles every module of every package, most of which nobody ever imports.
+# Without --no-compile pip compiles every module of every package, most of which nobody ever imports; those that are
+# imported are compiled the first time.
 install() { # install TOTAL PIP_ARGUMENTS...
     local total=$1
     shift

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from kvcache.settings import Settings, load_settings
 from kvcache.target import TargetLLM
 from retrieval.corpus import Corpus
 from tests.engine.prompts import stale_reference
-from tests.processes import assert_gone, family_of
+from tests.processes import assert_gone, family_of, title
 
 pytestmark = pytest.mark.real
 QUESTION = " Question: What is this about? Answer:"
@@ -29,6 +31,7 @@ QUESTION = " Question: What is this about? Answer:"
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CACHEMEND_ROOT", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("CACHEMEND_SERVE__LOG_ENCODING", "JSON")
         yield load_settings()
 
 
@@ -132,6 +135,34 @@ def test_stale_through_http_is_what_transformers_computes(client, chunks, target
 def _path(settings: Settings, target: TargetLLM, ids: list[int]) -> Path:
     (path,) = Path(settings.store_uri).rglob(f"{chunk_key(target.fingerprint, ids)}*")
     return path
+
+
+def test_a_request_can_be_followed_through_the_logs(client, chunks):
+    """From the client's X-Request-ID in HTTP to the engine, a line of JSON each."""
+    named = client.with_options(default_headers={"X-Request-ID": "followed"})
+    answer = complete(named, "stale", list(chunks)[:2])
+    lines = {}
+    deadline = time.monotonic() + 20
+    while len(lines) < 3 and time.monotonic() < deadline:
+        for log in Path(_session(), "logs/serve").glob("replica_*.log"):
+            for line in map(json.loads, log.read_text().splitlines()):
+                if line.get("answer_id") == answer.id:
+                    lines[line["event"]] = line
+    assert {event: line["deployment"] for event, line in lines.items()} == {
+        "answered": "cachemend_Ingress",
+        "mended": "cachemend_Repairer",
+        "generated": "cachemend_Engine",
+    }
+    assert {line["request_id"] for line in lines.values()} == {"followed"}
+    assert {line.get("status") for line in lines.values()} == {200, None}
+    assert lines["mended"]["rows"] == lines["generated"]["cached_tokens"] > 0
+    assert "inject" in lines["generated"]["stages_ms"] and "fetch" in lines["mended"]["stages_ms"]
+
+
+def _session() -> str:
+    """Folder of the Ray session that the service runs in."""
+    raylets = [process for process in family_of() if "raylet" in title(process)]
+    return re.search(r"(\S+/session_[\w-]+)/", title(raylets[0])).group(1)
 
 
 def test_methods_share_a_batch(client):

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcache.settings import SettingsError, load_settings
-from serve_app.autoscaling import WINDOW_S, Stage, decide, replicas_for, waits_longer
+from serve_app.autoscaling import WINDOW_S, Stage, decide, replicas_for, scale_together, waits_longer
 from serve_app.meter import ServiceMeter
 from tests.serve_app.scaled_queue import ScaledQueue
 
@@ -80,6 +82,23 @@ def test_streams_in_flight_keep_their_replicas() -> None:
     streaming = stage(replicas=5, slots=8, in_flight=33.0, arrivals=0.0, departures=0.0, service_s=0.1)
     assert decide({"Engine": streaming}, 2.0) == {"Engine": 5}
     assert decide({"Engine": stage(replicas=5, slots=8, in_flight=9.0, service_s=0.1)}, 2.0) == {"Engine": 2}
+
+
+def test_without_load_there_need_be_none() -> None:
+    idle = dict(arrivals=0.0, departures=0.0, in_flight=0.0)
+    assert decide({"Repairer": stage(**idle), "Engine": stage(**idle)}, 2.0) == {"Repairer": 0, "Engine": 0}
+    assert decide({"Repairer": stage(**idle), "Engine": stage(**idle | {"in_flight": 0.2})}, 2.0)["Engine"] >= 1
+
+
+@pytest.mark.parametrize(("waiting", "wanted"), [(0.0, 0), (1.0, 1)])
+def test_those_that_sleep_wake_together(waiting: float, wanted: int) -> None:
+    """The engine starts with the repairer that the request waits for, not when the request gets to it."""
+
+    def asleep(requests: float) -> Any:
+        return SimpleNamespace(target_num_replicas=0, total_num_requests=requests, raw_metrics={})
+
+    contexts = {"Repairer": asleep(waiting), "Engine": asleep(0.0)}
+    assert scale_together(contexts) == ({"Repairer": wanted, "Engine": wanted}, {})
 
 
 def test_nothing_changes_before_anything_was_measured() -> None:
