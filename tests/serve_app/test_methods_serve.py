@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repair methods over HTTP: the real repairer between mocks. Each request has its method and parameters, in bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from repair.registry import REPAIRERS
+from serve_app.app import Parts, bind
+from serve_app.mocks import CHUNK_TOKENS, MockEngine, MockRetriever
+from serve_app.repairer import RepairerDeployment
+from tests.serve_app.conftest import Service
+
+METHODS = tuple(name for name in REPAIRERS if name != "cacherepair")  # which needs a network
+GUIDED = {name for name in METHODS if REPAIRERS[name].needs_query}
+BOUNDS = {"max_ratio": 0.5, "max_window": 8}
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def repairing(service: Service) -> Iterator[Service]:
+    """One more application on the folder's Serve, in which every method mends real KV of the tiny target."""
+    repair = service.settings.repair.model_copy(
+        update={
+            "methods": METHODS,
+            "selective": type(service.settings.repair.selective)(**BOUNDS),
+        }
+    )
+    settings = service.settings.model_copy(update={"repair": repair})
+    application = bind(settings, Parts(MockRetriever, RepairerDeployment, MockEngine))
+    serve.run(application, name="repairing", route_prefix="/repairing")
+    yield replace(service, url=f"{service.url}/repairing", settings=settings)
+    serve.delete("repairing")
+
+
+def ask(service: Service, method: str, question: str = "Who?", **params: Any) -> httpx.Response:
+    return service.ask(question, rag={"method": method, "top_k": 3, "method_params": params})
+
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("cacheblend", {"ratio": 0.5, "check_layer": 2, "deviation": "kv"}),
+    ("epic", {"preset": "8"}),
+    ("epic", {"preset": "64", "window": 2}),
+    ("infoflow", {"layers": [0, 2], "reorder": True}),
+    ("relaxkv", {"preset": "g", "sinks": False}),
+]
+
+
+def test_a_request_chooses_its_method_and_parameters(repairing: Service) -> None:
+    """All at once: what waits together is mended together, each request by its own method."""
+    with ThreadPoolExecutor(len(GOOD)) as pool:
+        answers = list(pool.map(lambda case: ask(repairing, case[0], **case[1]), GOOD))
+    for (name, params), answer in zip(GOOD, answers, strict=True):
+        assert answer.status_code == 200, (name, params, answer.text)
+        body = answer.json()
+        assert body["rag"]["method"] == name and "fallback" not in body["rag"]
+        cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached > 3 * CHUNK_TOKENS) if name != "full" else cached == 0
+        assert ("select" in body["stages_ms"]) == (name in {*GUIDED, "cacheblend", "kvshare-like"})
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ratio 0": ("cacheblend", {"ratio": 0}, "ratio: Input should be greater than 0"),
+    "ratio below 0": ("infoflow", {"ratio": -0.1}, "ratio: Input should be greater than 0"),
+    "ratio above 1": ("prophetkv", {"ratio": 1.01}, "ratio: Input should be less than or equal to 1"),
+    "ratio a text": ("prophetkv", {"ratio": "0.2"}, "ratio: Input should be a valid number"),
+    "more anchors than tokens": ("relaxkv", {"ratio": 1.5}, "ratio: Input should be less than or equal to 1"),
+    "more targets than tokens": ("relaxkv", {"preset": "g", "target_ratio": 2}, "target_ratio: Input should be less"),
+    "k 0": ("epic", {"window": 0}, "window: Input should be greater than 0"),
+    "check layer 0": ("kvshare-like", {"check_layer": 0}, "check_layer: Input should be greater than 0"),
+    "check layer out of range": ("cacheblend", {"check_layer": LAYERS}, "check_layer must be 1 to 2"),
+    "layers out of range": ("infoflow", {"layers": [0, LAYERS]}, "layers must be different ones of 0 to 2"),
+    "layers below 0": ("infoflow", {"layers": [-1]}, "layers.0: Input should be greater than or equal to 0"),
+    "no layers": ("infoflow", {"layers": []}, "layers: Tuple should have at least 1 item"),
+    "ratio above the operator's": ("cacheblend", {"ratio": 0.6}, "ratio 0.6 is above this service's 0.5"),
+    "preset above the operator's": ("cacheblend", {"preset": "0.6"}, "ratio 0.6 is above this service's 0.5"),
+    "window above the operator's": ("epic", {"window": 16}, "window 16 is above this service's 8"),
+    "unknown preset": ("epic", {"preset": "7"}, "no preset '7'; choose one of '8', '16', '32', '64'"),
+    "preset a number": ("epic", {"preset": 8}, "no preset 8; choose one of '8'"),
+    "preset a list": ("epic", {"preset": [8]}, "no preset [8]; choose one of '8'"),
+    "another method's parameter": ("epic", {"ratio": 0.1}, "it takes preset, window"),
+    "a method without parameters": ("stale", {"ratio": 0.1}, "takes no method_params, got ratio"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_parameters_are_refused(repairing: Service, name: str) -> None:
+    method, params, words = BAD[name]
+    answer = ask(repairing, method, **params)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == (
+        "invalid_request_error",
+        "invalid_value",
+        "rag.method_params",
+    )
+    assert words in error["message"], error
+    assert ask(repairing, method).status_code == 200
+
+
+@pytest.mark.parametrize("method", sorted(GUIDED))
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_a_method_guided_by_the_question_needs_one(repairing: Service, method: str, question: str) -> None:
+    answer = ask(repairing, method, question)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "empty_question")
+
+
+def test_parameters_that_json_has_no_number_for(repairing: Service) -> None:
+    body = {"messages": [{"role": "user", "content": "Who?"}], "rag": {"method": "epic", "method_params": {"ratio": 1}}}
+    text = json.dumps(body).replace('"ratio": 1', '"ratio": NaN')
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{repairing.url}/v1/chat/completions", content=text, headers=headers, timeout=30)
+    assert answer.status_code == 400, answer.text

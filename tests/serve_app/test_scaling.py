@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas follow the load, and none of its requests fails meanwhile, on real Serve with mocks that take time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from ray import serve
+
+from cluster.loadtest.loops import Driver
+from cluster.loadtest.rows import Block, Load
+from cluster.loadtest.sender import Sender
+from cluster.loadtest.workload import Question, Workload
+from kvcache.settings import Settings
+from serve_app.app import bind
+from serve_app.paced_mocks import PACED, UNLOADED_TTFT_S
+from tests.serve_app.conftest import Service
+
+APP = "scaled"
+CLIENTS = 6
+
+
+def settings_of(service: Service, system: str) -> Settings:
+    scaling = {"enabled": True, "slo_ttft_s": 2 * UNLOADED_TTFT_S, "max_repairer_replicas": 2, "max_engine_replicas": 1}
+    serving = {**service.settings.serve.model_dump(), "max_ongoing_requests": 32, "autoscaling": scaling}
+    changed = {"prompt": {"system": system}, "repair": {"methods": ("cacherepair",)}}
+    patient = {"shutdown_timeout_s": 10.0, "first_token_timeout_s": 60.0}
+    return Settings(**{**service.settings.model_dump(), **changed, "serve": {**serving, **patient}})
+
+
+@pytest.fixture
+def url(service: Service) -> Iterator[str]:
+    serve.run(bind(settings_of(service, "First."), PACED), name=APP, route_prefix="/scaled")
+    yield f"{service.url}/scaled"
+    serve.delete(APP)
+
+
+def repairers() -> int:
+    return serve.status().applications[APP].deployments["Repairer"].replica_states.get("RUNNING", 0)
+
+
+async def load_until(done: asyncio.Event, url: str) -> Block:
+    """Clients that ask again when they are answered, until something has happened."""
+    block = Block(0, "cacherepair", Load(concurrency=CLIENTS))
+
+    async def client(driver: Driver, number: int) -> None:
+        while not done.is_set():
+            await driver.one(block, number, "counted")
+
+    async with Sender(url, CLIENTS) as sender:
+        driver = Driver(sender, Workload([Question(id="1", question="topic-1 Who?")], max_tokens=8))
+        await asyncio.gather(*(client(driver, number) for number in range(CLIENTS)))
+    return block
+
+
+async def test_repairers_follow_the_load_and_a_new_version_fails_no_request(service: Service, url: str) -> None:
+    done = asyncio.Event()
+    load = asyncio.create_task(load_until(done, url))
+    try:
+        deadline = time.monotonic() + 60
+        while await asyncio.to_thread(repairers) < 2:
+            assert time.monotonic() < deadline, "six clients at one repairer, and there is no second"
+            await asyncio.sleep(0.5)
+        second = bind(settings_of(service, "A second version, of another length."), PACED)
+        await asyncio.to_thread(serve.run, second, name=APP, route_prefix="/scaled")
+        await asyncio.sleep(4 * UNLOADED_TTFT_S)
+    finally:
+        done.set()
+    rows = (await load).rows
+    assert [(row.error, row.message) for row in rows if row.error] == []
+    assert len({row.prompt_tokens for row in rows}) == 2  # answers of both versions
