@@ -7,8 +7,8 @@ cluster, not to one application: `http_options` of the Serve config, or `serve_a
 settings.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Ray makes an `AppArgs` of a config's `args` by looking at the class that
+# annotates the parameter of `build_app`, and does not resolve a text.
 from dataclasses import dataclass
 from typing import Any
 

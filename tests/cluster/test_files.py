@@ -14,6 +14,7 @@ import pytest
 import ray
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeDeploySchema
 
 from kvcache.settings import Settings, load_settings
@@ -86,7 +87,7 @@ def test_a_serve_config_is_one_that_ray_and_the_application_take(name: str) -> N
     config = ServeDeploySchema.model_validate(load(CLUSTER / name))
     (app,) = config.applications
     assert (app.name, app.import_path, app.route_prefix) == ("cachemend", "serve_app:build_app", "/")
-    there = deployments(build_app(AppArgs(**app.args)))
+    there = deployments(call_user_app_builder_with_args_if_necessary(build_app, app.args))
     assert there == {"Ingress", "Retriever", "Repairer", "Engine"}
     assert {each.name for each in app.deployments} <= there
 

@@ -38,7 +38,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 @pytest.fixture(scope="module")
 def client(settings: Settings) -> Iterator[openai.OpenAI]:
     demo.prepare_corpus(settings)
-    with running_service(demo.APPLICATION, lambda _: None) as service:
+    with running_service("serve_app:build_app", lambda _: None) as service:
         family = family_of()[1:]
         yield openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
     assert_gone(family, 0)
