@@ -182,7 +182,9 @@ def step(bench: Bench, chart: Path | None) -> dict[str, Any]:
     back = next((t for t in range(0, 120, 5) if _late(rows, at + t, end) <= SLO_S), None)
     paid = sum(sum(one.replicas.values()) for one in test.samples if test.blocks[0].window[0] <= one.at_s < end)
     if chart:
-        ramp_chart(test.report(), chart)
+        report = test.report()
+        report["config"]["model"] = f"mocks that take the published times of Qwen2.5-3B, {SLOWER:.0f} times slower"
+        ramp_chart(report, chart)
     return {
         "fixed_p95_s": sizes,
         "best_fixed_replicas": best,
