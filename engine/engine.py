@@ -156,6 +156,7 @@ def _engine_args(settings: Settings) -> AsyncEngineArgs:
         dtype=str(target_dtype(settings)).removeprefix("torch."),
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         block_size=engine.block_size,
         kv_cache_memory_bytes=engine.kv_cache_bytes if on_cpu else None,
         gpu_memory_utilization=engine.gpu_memory_utilization,

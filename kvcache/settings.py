@@ -142,6 +142,8 @@ class EngineSettings(Section):
     """Longest prompt plus answer, in tokens."""
     max_num_seqs: PositiveInt = 16
     """Sequences decoded in one batch."""
+    max_num_batched_tokens: PositiveInt = 2048
+    """Tokens computed in one engine step; a longer prompt takes several, so that others' tokens come in between."""
     kv_cache_bytes: PositiveInt = 1 * GiB
     """Memory of vLLM's paged KV cache on CPU; on GPU vLLM sizes it by gpu_memory_utilization."""
     block_size: PositiveInt | None = None

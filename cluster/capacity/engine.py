@@ -3,7 +3,7 @@
 
 A step computes one token for every request that decodes, then as many waiting prompt tokens as its budget holds, first
 come, first served. What a request loads (its hand-off) is loaded in the step that admits it. A step takes a fixed time,
-plus its MACs over the engine's rate, plus what is loaded.
+plus its MACs over the engine's rate, plus what is loaded, plus reading the KV of every request in it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Engine:
 
     def _schedule(self) -> float:
         """Choose the step's work, once the device is ours; returns its seconds."""
-        budget, macs, loading = self._cluster.batch_tokens, 0, 0.0
+        budget, macs, read, loading = self._cluster.batch_tokens, 0, 0, 0.0
         while self._waiting and len(self._running) < self._cluster.max_num_seqs:
             job = self._waiting.popleft()
             self._running.append(job)
@@ -80,11 +80,14 @@ class Engine:
             if job.uncomputed:
                 budget -= rows
                 job.uncomputed -= rows
-            macs += self._target.prefill_macs(rows, job.prefix + job.question - job.uncomputed)
+            there = job.prefix + job.question - job.uncomputed
+            read += there
+            macs += self._target.prefill_macs(rows, there)
             macs += self._target.cost.head
             if not job.uncomputed:
                 self._computed.append(job)
-        return self._stages.step_s + macs / self._stages.macs_per_s + loading
+        stages = self._stages
+        return stages.step_s + macs / stages.macs_per_s + read * stages.read_s_per_token + loading
 
     def _emit(self) -> None:
         for job in self._computed:

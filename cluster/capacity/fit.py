@@ -112,8 +112,9 @@ def guess_stages(test: LoadTest, installation: Installation) -> Stages:
     tokens = int(work.mean_tokens) + work.header_tokens
     full = _medians(cells, "full")
     stale = _medians(cells, "stale")
-    step = max(full[1] - full[0], 1e-4) / max(work.output_tokens - 1, 1)
+    token = max(full[1] - full[0], 1e-4) / max(work.output_tokens - 1, 1)
     length = tokens + work.question_tokens
+    step = 0.8 * token
     repaired = cells.get("repaired") and _medians(cells, "repaired")[0]
     repair_s = max((repaired or 0) - stale[0], 0.05 * stale[0])
     outside = 0.2 * stale[0]
@@ -124,6 +125,7 @@ def guess_stages(test: LoadTest, installation: Installation) -> Stages:
         repair_macs_per_s=target.repair_macs(tokens) / repair_s,
         outside_s=outside / 2,
         retrieval_s=outside / 2,
+        read_s_per_token=0.2 * token / length,
     )
 
 

@@ -72,6 +72,7 @@ class Stages:
         repair_macs_per_s: dense MACs per second of a repairer.
         outside_s: seconds of a request in which no device works for it (client, HTTP, routing).
         retrieval_s: seconds of a retriever for one question.
+        read_s_per_token: seconds of the engine to read one token's KV, which each step does for all its requests.
     """
 
     step_s: float
@@ -80,6 +81,7 @@ class Stages:
     repair_macs_per_s: float
     outside_s: float
     retrieval_s: float = 0.0
+    read_s_per_token: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _measured_here(question: Question, test: LoadTest, settings: Settings) -> In
             top_k=settings.retrieval.top_k,
             fixed_outputs=True,
         ),
-        Cluster(max_num_seqs=settings.engine.max_num_seqs, batch_tokens=settings.engine.max_model_len),
+        Cluster(max_num_seqs=settings.engine.max_num_seqs, batch_tokens=settings.engine.max_num_batched_tokens),
     )
 
 
@@ -195,10 +195,11 @@ def _carried_over(stages: Stages, measured: Target, target: Target) -> Stages:
     return replace(
         stages,
         load_s_per_token=stages.load_s_per_token * target.kv_bytes(1) / measured.kv_bytes(1),
+        read_s_per_token=stages.read_s_per_token * target.kv_bytes(1) / measured.kv_bytes(1),
         step_s=stages.step_s * target.geometry.n_layers / measured.geometry.n_layers,
     )
 
 
 def _middle(test: LoadTest) -> int:
     there = test.concurrencies
-    return there[len(there) // 2]
+    return there[(len(there) - 1) // 2]
