@@ -29,11 +29,12 @@ from pipelines.evaluation.candidates import Candidate, make
 from pipelines.evaluation.cuts import Cut
 from pipelines.evaluation.kv_error import DISTANCES, POSITION_BIN
 from pipelines.evaluation.measure import ANSWER_TOKENS, Meter
-from pipelines.evaluation.passes import extend, read_prompt
+from pipelines.evaluation.passes import read_prompt
 from pipelines.evaluation.requests import DataSet, EvaluationError, EvaluationRequest, read_requests
 from pipelines.evaluation.stale import StaleSource
 from pipelines.evaluation.summary import Rows, summarise
 from pipelines.evaluation.work import WorkFile
+from pipelines.qa.continuation import extend
 from pipelines.qa.inputs import MAX_CHUNKS, MAX_TOKENS
 from repair.base import RepairRequest
 from repair.spec import MethodSpec

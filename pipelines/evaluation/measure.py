@@ -17,12 +17,12 @@ from pipelines.evaluation.passes import (
     Prompted,
     attention_outputs,
     end_ids,
-    forced_logprobs,
     greedy,
     question_states,
     read_prompt,
 )
 from pipelines.evaluation.requests import EvaluationRequest
+from pipelines.qa.continuation import answer_likelihoods, forced_logprobs
 from pipelines.qa.metrics import exact_match, extract_answer, f1
 from pipelines.training.statistics import Statistics
 from repair.base import Repairer, RepairRequest, joined
@@ -80,7 +80,7 @@ class Meter:
             joint=joint,
             joint_sums=square_sums(joint, request.lengths),
             forced=forced,
-            logprobs=forced_logprobs(self._target, prompt, forced),
+            logprobs=forced_logprobs(self._target, prompt.cache, prompt.logits_V, forced),
             states=states,
             attention=attention_outputs(self._target, prompt, states),
         )
@@ -126,7 +126,7 @@ class Meter:
         )
         answer = greedy(self._target, prompt, ANSWER_TOKENS)
         text, full_text = self._text(answer), self._text(reference.forced)
-        gold_mean, gold_sum = self._gold(prompt, request)
+        gold_mean, gold_sum = max(answer_likelihoods(self._target, prompt.cache, prompt.logits_V, request.answer_ids))
         attention = [
             _relative(ours - theirs, theirs)
             for ours, theirs in zip(
@@ -178,16 +178,9 @@ class Meter:
         return torch.cat([torch.stack([k, v], dim=-2).transpose(0, 1).float() for k, v in prefix.kv])
 
     def _kl(self, prompt: Prompted, reference: Reference) -> float:
-        p, q = reference.logprobs, forced_logprobs(self._target, prompt, reference.forced)
+        p = reference.logprobs
+        q = forced_logprobs(self._target, prompt.cache, prompt.logits_V, reference.forced)
         return float((p.exp() * (p - q)).sum(-1).mean())
-
-    def _gold(self, prompt: Prompted, request: EvaluationRequest) -> tuple[float, float]:
-        found = []
-        for ids in request.answer_ids:
-            index = torch.tensor(ids, device=prompt.logits_V.device)[:, None]
-            logprobs = forced_logprobs(self._target, prompt, ids).gather(1, index)
-            found.append((float(logprobs.mean()), float(logprobs.sum())))
-        return max(found)
 
     def _macs(self, prompt: Prompted, question: int) -> int:
         prefix = prompt.prefix

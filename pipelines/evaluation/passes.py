@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of the target over a prompt whose beginning may be handed over: what quality and latency are measured on.
 
-Shapes: `V` vocabulary, `E` hidden size, `q` question tokens, `n` other tokens, `L` layers.
+Shapes: `V` vocabulary, `E` hidden size, `q` question tokens, `L` layers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from transformers import DynamicCache
 
 from kvcache.compile import to_hf_cache
 from kvcache.target import TargetLLM
+from pipelines.qa.continuation import borrowed, extend
 from repair.base import RepairedPrefix, Repairer, RepairRequest
 
 
@@ -71,46 +71,6 @@ def load(target: TargetLLM, prefix: RepairedPrefix) -> DynamicCache:
     k_LTHD, v_LTHD = (kv_1TLH2D[0, ..., index, :].transpose(0, 1) for index in (0, 1))
     prefix.write(target.rotary, k_LTHD, v_LTHD)
     return to_hf_cache(kv_1TLH2D.to(target.device))
-
-
-@torch.inference_mode()
-def extend(target: TargetLLM, cache: DynamicCache, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
-    """Compute more tokens into a cache.
-
-    Args:
-        target: the target LLM.
-        cache: grows by the tokens.
-        ids: at least one.
-        keep: logits of this many last tokens; 0 keeps all.
-
-    Returns:
-        Logits `[n, V]`.
-    """
-    input_ids = torch.tensor([list(ids)], device=target.device)
-    return target.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits[0]
-
-
-@contextmanager
-def borrowed(cache: DynamicCache) -> Iterator[DynamicCache]:
-    """A cache to continue from; what is added is taken off again."""
-    length = cache.get_seq_length()
-    try:
-        yield cache
-    finally:
-        cache.crop(length - cache.get_seq_length())
-
-
-def forced_logprobs(target: TargetLLM, prompt: Prompted, ids: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities before each of `ids`, when these follow the prompt whatever the target would have said.
-
-    Returns:
-        float64 `[n, V]`: row `i` is the distribution of token `i` given the prompt and the tokens before it.
-    """
-    logits_nV = prompt.logits_V[None]
-    if len(ids) > 1:
-        with borrowed(prompt.cache) as cache:
-            logits_nV = torch.cat([logits_nV, extend(target, cache, ids[:-1])])
-    return logits_nV.double().log_softmax(-1)
 
 
 def greedy(target: TargetLLM, prompt: Prompted, max_tokens: int) -> list[int]:

@@ -19,6 +19,7 @@ from kvcache.compile import to_hf_cache
 from kvcache.prompt import plain_ids
 from kvcache.settings import PromptSettings
 from kvcache.target import TargetLLM
+from pipelines.qa.continuation import answer_likelihoods, extend
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,7 @@ def score_golds(
     if handed_off is not None:
         k_LTHD, v_LTHD = handed_off
         cache = to_hf_cache(torch.stack([k_LTHD, v_LTHD], dim=-2).transpose(0, 1)[None].to(target.device))
-    last_1V = _logits(target, cache, following, keep=1)
-    scores = []
-    for gold, ids in golds:
-        logits_nV = last_1V
-        if len(ids) > 1:
-            logits_nV = torch.cat([last_1V, _logits(target, cache, ids[:-1], keep=0)])
-            cache.crop(1 - len(ids))
-        chosen = torch.tensor(list(ids), device=target.device)[:, None]
-        total = float(logits_nV.double().log_softmax(-1).gather(1, chosen).sum())
-        scores.append(GoldScore(gold, total / len(ids), total))
+    (logits_V,) = extend(target, cache, following, keep=1)
+    likelihoods = answer_likelihoods(target, cache, logits_V, [ids for _, ids in golds])
+    scores = [GoldScore(gold, *likelihood) for (gold, _), likelihood in zip(golds, likelihoods, strict=True)]
     return max(scores, key=lambda score: score.mean)
-
-
-def _logits(target: TargetLLM, cache: DynamicCache, ids: Sequence[int], keep: int) -> torch.Tensor:
-    """Logits `[n, V]` of the last `keep` ids (0: all), which are added to the cache."""
-    input_ids = torch.tensor([list(ids)], device=target.device)
-    return target.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits[0]

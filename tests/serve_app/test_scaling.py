@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 from ray import serve
 
@@ -21,10 +23,12 @@ from tests.serve_app.conftest import Service
 
 APP = "scaled"
 CLIENTS = 6
+ASKED = {"messages": [{"role": "user", "content": "topic-1 Who?"}]}
 
 
-def settings_of(service: Service, system: str) -> Settings:
-    scaling = {"enabled": True, "slo_ttft_s": 2 * UNLOADED_TTFT_S, "max_repairer_replicas": 2, "max_engine_replicas": 1}
+def settings_of(service: Service, system: str, **scaling: Any) -> Settings:
+    most = {"max_repairer_replicas": 2, "max_engine_replicas": 1}
+    scaling = {"enabled": True, "slo_ttft_s": 2 * UNLOADED_TTFT_S, **most, **scaling}
     serving = {**service.settings.serve.model_dump(), "max_ongoing_requests": 32, "autoscaling": scaling}
     changed = {"prompt": {"system": system}, "repair": {"methods": ("cacherepair",)}}
     patient = {"shutdown_timeout_s": 10.0, "first_token_timeout_s": 60.0}
@@ -38,8 +42,8 @@ def url(service: Service) -> Iterator[str]:
     serve.delete(APP)
 
 
-def repairers() -> int:
-    return serve.status().applications[APP].deployments["Repairer"].replica_states.get("RUNNING", 0)
+def running(part: str) -> int:
+    return serve.status().applications[APP].deployments[part].replica_states.get("RUNNING", 0)
 
 
 async def load_until(done: asyncio.Event, url: str) -> Block:
@@ -61,7 +65,7 @@ async def test_repairers_follow_the_load_and_a_new_version_fails_no_request(serv
     load = asyncio.create_task(load_until(done, url))
     try:
         deadline = time.monotonic() + 60
-        while await asyncio.to_thread(repairers) < 2:
+        while await asyncio.to_thread(running, "Repairer") < 2:
             assert time.monotonic() < deadline, "six clients at one repairer, and there is no second"
             await asyncio.sleep(0.5)
         second = bind(settings_of(service, "A second version, of another length."), PACED)
@@ -72,3 +76,21 @@ async def test_repairers_follow_the_load_and_a_new_version_fails_no_request(serv
     rows = (await load).rows
     assert [(row.error, row.message) for row in rows if row.error] == []
     assert len({row.prompt_tokens for row in rows}) == 2  # answers of both versions
+
+
+def test_the_last_ones_stop_when_nothing_comes_and_the_next_request_wakes_them(service: Service) -> None:
+    settings = settings_of(service, "Sleep.", scale_to_zero=True, idle_s=1.0, downscale_delay_s=1.0)
+    serve.run(bind(settings, PACED), name=APP, route_prefix="/scaled")
+    try:
+        deadline = time.monotonic() + 60
+        while running("Repairer") + running("Engine"):
+            assert time.monotonic() < deadline, "nothing comes, and they go on"
+            time.sleep(0.5)
+        ready = httpx.get(f"{service.url}/scaled/readyz")
+        assert (ready.status_code, ready.json()["deployments"]) == (200, {"Retriever": "ready"})
+        assert running("Repairer") + running("Engine") == 0
+        answer = httpx.post(f"{service.url}/scaled/v1/chat/completions", json=ASKED, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"].startswith("word")
+    finally:
+        serve.delete(APP)
