@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve's own switches that decide the framework's share of the time to first token.
+"""Switches of the replicas' environment: those of Ray Serve decide the framework's share of the time to first token.
 
 Serve reads them from the environment when its processes start: replicas get them through their runtime environment;
 proxies and the controller inherit them from whoever starts Ray, which is what `tune` is for (on a cluster: set them
@@ -22,6 +22,8 @@ REPLICA_ENVIRONMENT: dict[str, str] = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Start-up objects are most of the heap: the collector need not walk them while a user waits.
     "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
+    # vLLM, when imported, configures logging anew, which cuts Serve's handler off from its file for good.
+    "VLLM_CONFIGURE_LOGGING": "0",
 }
 
 

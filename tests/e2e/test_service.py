@@ -162,7 +162,7 @@ def test_a_request_can_be_followed_through_the_logs(client, chunks):
 def _session() -> str:
     """Folder of the Ray session that the service runs in."""
     raylets = [process for process in family_of() if "raylet" in title(process)]
-    return re.search(r"(\S+/session_[\w-]+)/", title(raylets[0])).group(1)
+    return re.search(r"(/[^\s=]+/session_[\w-]+)/", title(raylets[0])).group(1)
 
 
 def test_methods_share_a_batch(client):
