@@ -18,14 +18,14 @@ from serve_app.schemas import ChatRequest
 from tests.tiny import tiny_settings
 
 METHODS = tuple(name for name in REPAIRERS if name != "cacherepair")  # which needs a network
+BOUNDS = {"max_ratio": 0.5, "max_window": 8}
 LAYERS = 3
 """Of the tiny target."""
 
 
 @pytest.fixture(scope="module")
 def settings(tiny: TargetLLM) -> Settings:
-    bounds = {"max_ratio": 0.5, "max_window": 8}
-    return tiny_settings(tiny.model.name_or_path, repair={"methods": METHODS, "selective": bounds})
+    return tiny_settings(tiny.model.name_or_path, repair={"methods": METHODS, "selective": BOUNDS})
 
 
 def ask(settings: Settings, method: str, params: dict[str, Any], question: str = "Who?") -> ChatRequest:
@@ -34,17 +34,17 @@ def ask(settings: Settings, method: str, params: dict[str, Any], question: str =
     return parse(json.dumps(body).encode(), ChatRequest, settings)
 
 
-@pytest.mark.parametrize(
-    ("method", "params"),
-    [
-        *((name, {}) for name in METHODS),
-        ("cacheblend", {"ratio": 0.5, "check_layer": 2, "deviation": "kv"}),
-        ("epic", {"preset": "8"}),
-        ("epic", {"preset": "64", "window": 2}),
-        ("infoflow", {"layers": [0, 2], "reorder": True}),
-        ("relaxkv", {"preset": "g", "sinks": False}),
-    ],
-)
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("cacheblend", {"ratio": 0.5, "check_layer": 2, "deviation": "kv"}),
+    ("epic", {"preset": "8"}),
+    ("epic", {"preset": "64", "window": 2}),
+    ("infoflow", {"layers": [0, 2], "reorder": True}),
+    ("relaxkv", {"preset": "g", "sinks": False}),
+]
+
+
+@pytest.mark.parametrize(("method", "params"), GOOD)
 def test_a_request_chooses_its_method_and_parameters(
     tiny: TargetLLM, settings: Settings, method: str, params: dict[str, Any]
 ) -> None:

@@ -18,11 +18,9 @@ from serve_app.app import Parts, bind
 from serve_app.mocks import CHUNK_TOKENS, MockEngine, MockRetriever
 from serve_app.repairer import RepairerDeployment
 from tests.serve_app.conftest import Service
+from tests.serve_app.test_methods import BAD, BOUNDS, GOOD, METHODS
 
-METHODS = tuple(name for name in REPAIRERS if name != "cacherepair")  # which needs a network
 GUIDED = {name for name in METHODS if REPAIRERS[name].needs_query}
-BOUNDS = {"max_ratio": 0.5, "max_window": 8}
-LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +43,6 @@ def ask(service: Service, method: str, question: str = "Who?", **params: Any) ->
     return service.ask(question, rag={"method": method, "top_k": 3, "method_params": params})
 
 
-GOOD: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in METHODS),
-    ("cacheblend", {"ratio": 0.5, "check_layer": 2, "deviation": "kv"}),
-    ("epic", {"preset": "8"}),
-    ("epic", {"preset": "64", "window": 2}),
-    ("infoflow", {"layers": [0, 2], "reorder": True}),
-    ("relaxkv", {"preset": "g", "sinks": False}),
-]
-
-
 def test_a_request_chooses_its_method_and_parameters(repairing: Service) -> None:
     """All at once: what waits together is mended together, each request by its own method."""
     with ThreadPoolExecutor(len(GOOD)) as pool:
@@ -66,30 +54,6 @@ def test_a_request_chooses_its_method_and_parameters(repairing: Service) -> None
         cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 3 * CHUNK_TOKENS) if name != "full" else cached == 0
         assert ("select" in body["stages_ms"]) == (name in {*GUIDED, "cacheblend", "kvshare-like"})
-
-
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ratio 0": ("cacheblend", {"ratio": 0}, "ratio: Input should be greater than 0"),
-    "ratio below 0": ("infoflow", {"ratio": -0.1}, "ratio: Input should be greater than 0"),
-    "ratio above 1": ("prophetkv", {"ratio": 1.01}, "ratio: Input should be less than or equal to 1"),
-    "ratio a text": ("prophetkv", {"ratio": "0.2"}, "ratio: Input should be a valid number"),
-    "more anchors than tokens": ("relaxkv", {"ratio": 1.5}, "ratio: Input should be less than or equal to 1"),
-    "more targets than tokens": ("relaxkv", {"preset": "g", "target_ratio": 2}, "target_ratio: Input should be less"),
-    "k 0": ("epic", {"window": 0}, "window: Input should be greater than 0"),
-    "check layer 0": ("kvshare-like", {"check_layer": 0}, "check_layer: Input should be greater than 0"),
-    "check layer out of range": ("cacheblend", {"check_layer": LAYERS}, "check_layer must be 1 to 2"),
-    "layers out of range": ("infoflow", {"layers": [0, LAYERS]}, "layers must be different ones of 0 to 2"),
-    "layers below 0": ("infoflow", {"layers": [-1]}, "layers.0: Input should be greater than or equal to 0"),
-    "no layers": ("infoflow", {"layers": []}, "layers: Tuple should have at least 1 item"),
-    "ratio above the operator's": ("cacheblend", {"ratio": 0.6}, "ratio 0.6 is above this service's 0.5"),
-    "preset above the operator's": ("cacheblend", {"preset": "0.6"}, "ratio 0.6 is above this service's 0.5"),
-    "window above the operator's": ("epic", {"window": 16}, "window 16 is above this service's 8"),
-    "unknown preset": ("epic", {"preset": "7"}, "no preset '7'; choose one of '8', '16', '32', '64'"),
-    "preset a number": ("epic", {"preset": 8}, "no preset 8; choose one of '8'"),
-    "preset a list": ("epic", {"preset": [8]}, "no preset [8]; choose one of '8'"),
-    "another method's parameter": ("epic", {"ratio": 0.1}, "it takes preset, window"),
-    "a method without parameters": ("stale", {"ratio": 0.1}, "takes no method_params, got ratio"),
-}
 
 
 @pytest.mark.parametrize("name", BAD)
