@@ -34,4 +34,5 @@ def document_loss(
         predicted, true: normalised residual `[T, L, H, 2, D]`.
         weight: of each coordinate, `[L, H, 2, D]`.
     """
-    return (elementwise(predicted, true) * weight).sum() / (weight.sum() * len(true))
+    # Tokens are summed before weighing: one pass less over a tensor as large as the cache, and one less going back.
+    return (elementwise(predicted, true).sum(0) * weight).sum() / (weight.sum() * len(true))

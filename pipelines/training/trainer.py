@@ -159,7 +159,8 @@ class Trainer:
             optimizer.zero_grad()
         loss_sum, tokens = torch.zeros(()), 0
         for pair in self._batch(update):
-            predicted = self.network.forward_packed(pair.stale, pair.tokens, [pair.lengths])
+            with torch.autocast(self._target.device.type, torch.bfloat16, self._recipe.matmul_precision == "medium"):
+                predicted = self.network.forward_packed(pair.stale, pair.tokens, [pair.lengths])
             true = pair.residual.to(predicted.device) / self.network.sigma_delta
             loss = document_loss(predicted, true, self._weight, self._loss) / self._recipe.groups_per_update
             loss.backward()
