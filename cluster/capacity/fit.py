@@ -78,7 +78,7 @@ def fit(test: LoadTest, concurrency: int, installation: Installation, prior: Sta
         return Stages(*map(float, values))
 
     def errors(factors: np.ndarray) -> np.ndarray:
-        found = list(_compare(cells, installation, stages(factors), seed, concurrency))
+        found = list(_compare(test, cells, installation, stages(factors), seed, concurrency))
         measured = [np.log(one.predicted / one.measured) / _TRUST[one.name] for one in found]
         return np.array([*measured, *(factors / _SPREAD)])
 
@@ -91,7 +91,7 @@ def predict(
 ) -> list[Prediction]:
     """Every number of the load test beside the simulation's, the mean of that many runs with different seeds."""
     cells = [cell for cell in test.cells if cell.modelled]
-    repeated = [list(_compare(cells, installation, stages, seed, fitted_at)) for seed in range(runs)]
+    repeated = [list(_compare(test, cells, installation, stages, seed, fitted_at)) for seed in range(runs)]
     return [
         replace(same[0], predicted=float(np.mean([one.predicted for one in same])))
         for same in zip(*repeated, strict=True)
@@ -139,29 +139,43 @@ def _medians(cells: dict[Method | None, Cell], method: Method) -> tuple[float, f
 
 
 def _compare(
-    cells: Sequence[Cell], installation: Installation, stages: Stages, seed: int, fitted_at: int
+    test: LoadTest, cells: Sequence[Cell], installation: Installation, stages: Stages, seed: int, fitted_at: int
 ) -> Iterator[Prediction]:
-    where = installation
     for cell in cells:
-        assert cell.modelled and cell.concurrency  # the callers leave others out
-        seen = simulate(
+        seen = _replayed(cell, test.blocks(cell), installation, stages, seed)
+        for name, measured, predicted in _numbers(cell, seen):
+            yield Prediction(cell.method, cell.concurrency, name, measured, predicted, cell.concurrency == fitted_at)
+
+
+def _replayed(cell: Cell, blocks: int, where: Installation, stages: Stages, seed: int) -> list[Outcome]:
+    """The cell as it was measured: in so many blocks, each behind a lead-in of a request per client.
+
+    Few requests per block are far from a steady state: their percentiles are those of the beginning.
+    """
+    assert cell.modelled and cell.concurrency  # the callers leave others out
+    lead_in, blocks = (cell.concurrency, blocks) if blocks else (0, 1)
+    counted = [cell.requests * (n + 1) // blocks - cell.requests * n // blocks for n in range(blocks)]
+    return [
+        simulate(
             cell.modelled,
             Closed(cell.concurrency),
             where.target,
             where.workload,
             stages,
             where.cluster,
-            requests=cell.requests,
-            seed=seed,
+            requests=lead_in + count,
+            lead_in=lead_in,
+            seed=seed * blocks + number,
         )
-        for name, measured, predicted in _numbers(cell, seen):
-            yield Prediction(cell.method, cell.concurrency, name, measured, predicted, cell.concurrency == fitted_at)
+        for number, count in enumerate(counted)
+    ]
 
 
-def _numbers(cell: Cell, seen: Outcome) -> Iterator[tuple[str, float, float]]:
-    yield "throughput_rps", cell.throughput_rps, seen.throughput_rps
-    for name, percentiles, of in (("ttft_ms", cell.ttft_ms, seen.ttft), ("e2e_ms", cell.e2e_ms, seen.e2e)):
+def _numbers(cell: Cell, seen: Sequence[Outcome]) -> Iterator[tuple[str, float, float]]:
+    yield "throughput_rps", cell.throughput_rps, float(np.mean([block.throughput_rps for block in seen]))
+    ttft_s, e2e_s = (np.concatenate([getattr(block, name) for block in seen]) for name in ("ttft_s", "e2e_s"))
+    for name, percentiles, times in (("ttft_ms", cell.ttft_ms, ttft_s), ("e2e_ms", cell.e2e_ms, e2e_s)):
         for field, percent in (("p50", 50), ("p95", 95)):
             measured = getattr(percentiles, field)
             if measured is not None:
-                yield f"{name}.{field}", measured, of(percent) * 1e3
+                yield f"{name}.{field}", measured, float(np.percentile(times, percent)) * 1e3

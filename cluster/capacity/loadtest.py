@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -35,6 +36,15 @@ class Percentiles(BaseModel):
     p95: PositiveFloat | None = None
 
 
+class Samples(BaseModel):
+    """Tokens of each answered request of a cell."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: list[NonNegativeInt] = []
+    completion: list[NonNegativeInt] = []
+
+
 class Cell(BaseModel):
     """One method at one number of clients; cells of an open loop or of a ramp's step are left aside."""
 
@@ -52,6 +62,7 @@ class Cell(BaseModel):
     """Mean tokens of a prompt, question included."""
     completion_tokens: PositiveFloat | None = None
     """Mean tokens of an answer."""
+    samples_tokens: Samples = Samples()
 
     @property
     def modelled(self) -> Method | None:
@@ -67,6 +78,8 @@ class Config(BaseModel):
 
     complete: bool = True
     """False when the run was stopped before its end."""
+    blocks: list[tuple[str, int | None, float | None]] = []
+    """Method, clients and arrival rate of each block of requests that was sent."""
 
 
 class LoadTest(BaseModel):
@@ -85,6 +98,14 @@ class LoadTest(BaseModel):
     def concurrencies(self) -> list[int]:
         """Numbers of clients at which a modelled method was measured, ascending."""
         return sorted({cell.concurrency for cell in self.cells if cell.modelled and cell.concurrency})
+
+    def blocks(self, cell: Cell) -> int:
+        """How many blocks, each behind a lead-in, a cell was measured in; 0 when the file does not say."""
+        return sum(block[:2] == (cell.method, cell.concurrency) for block in self.config.blocks)
+
+    def samples(self, name: Literal["prompt", "completion"]) -> tuple[int, ...]:
+        """Tokens of all cells' prompts or answers; none from a file that does not have them."""
+        return tuple(tokens for cell in self.cells for tokens in getattr(cell.samples_tokens, name) if tokens)
 
     def mean(self, field: str) -> float | None:
         """Mean over the cells of a field that they may have."""

@@ -28,6 +28,8 @@ class Workload:
         max_output_tokens: where answers are cut.
         top_k: chunks of a prompt.
         fixed_outputs: answers all have the mean length, rather than a geometric one.
+        documents: document tokens of measured prompts; where given, the means and bounds above do not matter.
+        answers: tokens of measured answers, likewise.
     """
 
     mean_tokens: float
@@ -40,14 +42,20 @@ class Workload:
     max_output_tokens: int = 1_000
     top_k: int = 8
     fixed_outputs: bool = False
+    documents: tuple[int, ...] = ()
+    answers: tuple[int, ...] = ()
 
     def prefixes(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Prefix tokens of that many requests, header included, `[count]` int64, in random order."""
+        if self.documents:
+            return _shuffled(rng, count, self.documents) + self.header_tokens
         tokens = stats.norm.ppf(_shuffled_quantiles(rng, count), self.mean_tokens, self.sd_tokens or 1e-9)
         return np.rint(np.clip(tokens, self.min_tokens, self.max_tokens)).astype(np.int64) + self.header_tokens
 
     def outputs(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Answer tokens of that many requests, `[count]` int64: geometric, because any token may be the last."""
+        if self.answers:
+            return _shuffled(rng, count, self.answers)
         if self.fixed_outputs:
             return np.full(count, max(round(self.output_tokens), 1), dtype=np.int64)
         least = min(2, self.max_output_tokens)  # a word and the end token
@@ -59,6 +67,10 @@ class Workload:
 def _shuffled_quantiles(rng: np.random.Generator, count: int) -> np.ndarray:
     # Evenly spread rather than drawn: a run of a few hundred requests then has the percentiles of its distribution.
     return rng.permutation((np.arange(count) + 0.5) / count)
+
+
+def _shuffled(rng: np.random.Generator, count: int, measured: tuple[int, ...]) -> np.ndarray:
+    return np.sort(measured)[(_shuffled_quantiles(rng, count) * len(measured)).astype(np.int64)]
 
 
 @dataclass(frozen=True)
@@ -134,8 +146,8 @@ class Outcome:
 
     Attributes:
         throughput_rps: completed requests per second.
-        ttft_s: seconds from sending to first token, per request, in order of first tokens, `[requests]`.
-        e2e_s: seconds from sending to last token, in order of ends, `[requests]`.
+        ttft_s: seconds from sending to first token, per request, in the order of sending, `[requests]`.
+        e2e_s: seconds from sending to last token, likewise.
         parts_s: what of `ttft_s` was spent at the retrievers, the repairers (links included) and the engines, waiting
             included, by these names, `[requests]`.
         busy: share of the time that each kind of thing was in use, by kind.

@@ -161,7 +161,8 @@ def _measured_here(question: Question, test: LoadTest, settings: Settings) -> In
     Lengths are the load test's, then the question's, then what the settings make likely.
     """
     seen, work = test.mean("prompt_tokens"), Workload(1)
-    documents = max(seen - work.header_tokens - work.question_tokens, 1) if seen else question.prompt_tokens
+    around = work.header_tokens + work.question_tokens
+    documents = max(seen - around, 1) if seen else question.prompt_tokens
     target = find_target(question.target or settings.target.model, settings)
     return Installation(
         replace(target, padded=False),
@@ -170,6 +171,8 @@ def _measured_here(question: Question, test: LoadTest, settings: Settings) -> In
             output_tokens=test.mean("completion_tokens") or question.output_tokens or settings.api.default_max_tokens,
             top_k=settings.retrieval.top_k,
             fixed_outputs=True,
+            documents=tuple(max(tokens - around, 1) for tokens in test.samples("prompt")),
+            answers=test.samples("completion"),
         ),
         Cluster(max_num_seqs=settings.engine.max_num_seqs, batch_tokens=settings.engine.max_num_batched_tokens),
     )
@@ -187,6 +190,8 @@ def _asked_workload(question: Question, measured: Workload) -> Workload:
         output_tokens=question.output_tokens or measured.output_tokens,
         max_output_tokens=max(measured.max_output_tokens, round(4 * (question.output_tokens or 0))),
         top_k=max(round(tokens / question.demand.chunk_tokens), 1),
+        documents=tuple(max(round(one * stretch), 1) for one in measured.documents),
+        answers=() if question.output_tokens else measured.answers,
     )
 
 

@@ -35,24 +35,26 @@ def simulate(
     cluster: Cluster,
     *,
     requests: int = 256,
-    warmup: float = 0.0,
+    lead_in: int = 0,
     seed: int = 7,
 ) -> Outcome:
     """Run that many requests to their end.
 
     Args:
-        warmup: share of the requests, the first ones, that are left out of the times (not out of the throughput).
+        requests: all of them, those of the lead-in included.
+        lead_in: how many, the first ones, are left out of the times. In a closed loop throughput is then measured as
+            a load test does it: from the end of the lead-in until a client first finds nothing left to ask.
         seed: the same seed gives the same run.
     """
     run = _Run(method, target, workload, stages, cluster, requests, seed)
     run.start(load)
     run.env.run()
-    seconds, skipped = run.env.now, int(warmup * requests)
+    seconds = run.env.now
     return Outcome(
-        throughput_rps=requests / seconds,
-        ttft_s=np.array(run.ttft_s[skipped:]),
-        e2e_s=np.array(run.e2e_s[skipped:]),
-        parts_s={name: np.array(seconds[skipped:]) for name, seconds in run.parts_s.items()},
+        throughput_rps=run.throughput(lead_in),
+        ttft_s=(run.first_s - run.sent_s)[lead_in:],
+        e2e_s=(run.end_s - run.sent_s)[lead_in:],
+        parts_s={name: seconds[lead_in:] for name, seconds in run.parts_s.items()},
         busy={
             name: float(sum(d.busy_s for d in devices) / seconds / units)
             for name, (devices, units) in run.kinds.items()
@@ -85,9 +87,9 @@ class _Run:
     ) -> None:
         rng = np.random.default_rng(seed)
         self.env = simpy.Environment()
-        self.ttft_s: list[float] = []
-        self.e2e_s: list[float] = []
-        self.parts_s: dict[str, list[float]] = {"retrievers": [], "repairers": [], "engines": []}
+        self.sent_s, self.first_s, self.end_s = np.zeros(requests), np.zeros(requests), np.zeros(requests)
+        self.parts_s = {name: np.zeros(requests) for name in ("retrievers", "repairers", "engines")}
+        self._dry_s: float | None = None
         self._method, self._target, self._workload = method, target, workload
         self._stages, self._cluster = stages, cluster
         self._rng = rng
@@ -111,6 +113,14 @@ class _Run:
             self.kinds["repair"] = (repairers, len(repairers))
             self.kinds["retrieval"] = ([self._retriever], cluster.retrievers)
 
+    def throughput(self, lead_in: int) -> float:
+        """Requests per second, a request counting by the part of its time that lies in the window."""
+        begin, end = 0.0, self.env.now
+        if lead_in and self._dry_s is not None and (led_in := float(self.end_s[:lead_in].max())) < self._dry_s:
+            begin, end = led_in, self._dry_s
+        inside = np.clip(np.minimum(self.end_s, end) - np.maximum(self.sent_s, begin), 0, None)
+        return float((inside / (self.end_s - self.sent_s)).sum() / (end - begin))
+
     def start(self, load: Load) -> None:
         """Let clients send all requests."""
         waiting = iter(range(len(self._prefixes)))
@@ -123,6 +133,8 @@ class _Run:
     def _client(self, waiting: Any) -> Steps:
         for index in waiting:
             yield self.env.process(self._request(index))
+        if self._dry_s is None:
+            self._dry_s = self.env.now
 
     def _arrivals(self, waiting: Any, load: Open) -> Steps:
         for index in waiting:
@@ -130,7 +142,7 @@ class _Run:
             self.env.process(self._request(index))
 
     def _request(self, index: int) -> Steps:
-        sent = self.env.now
+        self.sent_s[index] = self.env.now
         prefix = int(self._prefixes[index])
         node = min(self._nodes, key=lambda node: node.jobs)
         yield self.env.timeout(self._stages.outside_s)
@@ -154,12 +166,12 @@ class _Run:
         )
         engine.submit(job)
         yield job.first
-        self.ttft_s.append(self.env.now - sent)
+        self.first_s[index] = self.env.now
         reached.append(self.env.now)
         for seconds, (begin, end) in zip(self.parts_s.values(), itertools.pairwise(reached), strict=True):
-            seconds.append(end - begin)
+            seconds[index] = end - begin
         yield job.last
-        self.e2e_s.append(self.env.now - sent)
+        self.end_s[index] = self.env.now
 
     def _mend(self, node: _Node, prefix: int, missing: int) -> Steps:
         cluster = self._cluster

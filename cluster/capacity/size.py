@@ -22,7 +22,6 @@ _USED = 0.75
 _SLICE = 8
 """Engines simulated at once; larger clusters are simulated as a slice of this size."""
 _REQUESTS = 1500
-_WARMUP = 0.1
 _GROWTH = 1.05
 _BISECTIONS = 7
 
@@ -201,7 +200,9 @@ class Sizer:
                 storage_bytes_per_s=cluster.storage_bytes_per_s * speed,
                 hop_bytes_per_s=cluster.hop_bytes_per_s * speed,
             )
-        return simulate(method, load, self.target, self.workload, stages, cluster, requests=_REQUESTS, warmup=_WARMUP)
+        return simulate(
+            method, load, self.target, self.workload, stages, cluster, requests=_REQUESTS, lead_in=_REQUESTS // 10
+        )
 
     def _plan(self, method: Method, demand: Demand, cluster: Cluster, seen: Outcome, retrieval: float) -> Plan:
         hardware, reuses = self.hardware, method != "full"

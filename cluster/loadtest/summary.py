@@ -76,6 +76,10 @@ def _cell(
         "fallbacks": sum(row.fallback is not None for row in whole),
         "f1": _mean(scores),
         "stages_ms": {name: spread([r.stages_ms[name] for r in whole if name in r.stages_ms]) for name in stages},
+        "samples_tokens": {
+            "prompt": [row.prompt_tokens for row in whole],
+            "completion": [row.completion_tokens for row in whole],
+        },
         "samples_ms": {
             "ttft": [_rounded(row.ttft_ms) for row in whole],
             "e2e": [_rounded(row.e2e_ms) for row in whole],

@@ -161,6 +161,54 @@ def test_fitted_on_one_point_of_table_21_it_predicts_the_others_within_a_tenth()
     assert {(one.method, one.concurrency, one.name): one.error for one in unseen if abs(one.error) > 0.1} == {}
 
 
+def test_the_lead_in_counts_neither_in_times_nor_in_throughput() -> None:
+    clients, counted = 4, 20
+    seen = simulate(
+        "full",
+        Closed(clients),
+        TARGET,
+        fixed(1),
+        ONLY_STEPS,
+        ONE_AT_A_TIME,
+        requests=clients + counted,
+        lead_in=clients,
+    )
+    assert seen.ttft_s == pytest.approx(np.full(counted, clients * STEP_S))
+    assert seen.throughput_rps == pytest.approx(1 / STEP_S)
+
+
+def test_requests_have_the_lengths_that_were_measured() -> None:
+    work, random = Workload(1, header_tokens=24, documents=(300, 100), answers=(9, 3, 5)), np.random.default_rng(0)
+    assert sorted(work.prefixes(random, 4)) == [124, 124, 324, 324]
+    assert sorted(work.outputs(random, 3)) == [3, 5, 9]
+
+
+def test_a_load_test_is_replayed_in_the_blocks_it_was_sent_in() -> None:
+    """With all lengths equal the order does not matter, and the replay is the run itself."""
+    here = Installation(TARGET, fixed(4, 2000), published.CLUSTER)
+    clients, per_block = 4, 6
+    seen = simulate(
+        "repaired",
+        Closed(clients),
+        here.target,
+        here.workload,
+        published.PRIOR,
+        here.cluster,
+        requests=clients + per_block,
+        lead_in=clients,
+    )
+    cell = {
+        "method": "cacherepair",
+        "concurrency": clients,
+        "requests": 2 * per_block,
+        "throughput_rps": seen.throughput_rps,
+        "ttft_ms": {"p50": seen.ttft(50) * 1e3, "p95": np.percentile(np.tile(seen.ttft_s, 2), 95) * 1e3},
+    }
+    blocks = [["cacherepair", clients, None], ["stale", clients, None], ["cacherepair", clients, None]]
+    test = LoadTest.model_validate({"cells": [cell], "config": {"blocks": blocks}})
+    assert [one.error for one in predict(test, here, published.PRIOR, 1)] == pytest.approx([0, 0, 0], abs=1e-6)
+
+
 def measured_with(stages: Stages, target_installation: Installation, clients: tuple[int, ...]) -> LoadTest:
     """A load test of a machine with those service times."""
     where, cells = target_installation, []

@@ -29,7 +29,7 @@ def test_what_is_short_is_what_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     held = nodes * hardware.host_bytes / (512 * 36_864)
     hits = hit_rate(held, chunks, 0.9)
     cluster = Cluster(8, nodes, 8, hardware.max_num_seqs, host_hit_rate=hits, hop_bytes_per_s=hardware.hop_bytes_per_s)
-    bound_s = simulate("stale", Open(1e-3), TARGET, WORK, stages, cluster, requests=300, warmup=0.1).ttft(95)
+    bound_s = simulate("stale", Open(1e-3), TARGET, WORK, stages, cluster, requests=300, lead_in=30).ttft(95)
 
     def plan(ttft_s: float) -> size.Plan:
         return Sizer(TARGET, WORK, published.PRIOR, hardware).size("stale", Demand(0.2, chunks, ttft_s))
@@ -50,7 +50,7 @@ def test_a_large_cluster_is_simulated_as_if_it_were_whole(monkeypatch: pytest.Mo
     assert plan.engines > 2 * 8 and (plan.retrievers, plan.repairers) == (1, 1)
     whole = Cluster(plan.engines, 1, 1, hardware.max_num_seqs, hardware.batch_tokens, hop_bytes_per_s=12e9)
     slow = replace(slow, retrieval_s=hardware.retrieval_s(1000))
-    seen = simulate("repaired", Open(rate), TARGET, work, slow, whole, requests=300, warmup=0.1)
+    seen = simulate("repaired", Open(rate), TARGET, work, slow, whole, requests=300, lead_in=30)
     assert plan.p95_ttft_s == pytest.approx(seen.ttft(95), rel=0.1)
 
 
