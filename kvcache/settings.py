@@ -302,8 +302,8 @@ class TrainingSettings(Section):
     """Groups of the statistics pass."""
     groups_per_update: PositiveInt = 4
     """Groups whose gradients are averaged in one update, over all workers."""
-    objective: Literal["mse", "huber"] = "mse"
-    """Loss on the normalised residual."""
+    objective: Literal["mse", "huber", "qkv"] = "mse"
+    """Loss on the normalised residual; qkv weighs errors of keys by what they change in attention scores."""
     huber_delta: PositiveFloat = 1.0
     """Where the Huber loss turns linear, in units of the residual's RMS."""
     optimizer: Literal["adamw", "muon"] = "adamw"

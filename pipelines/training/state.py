@@ -2,7 +2,7 @@
 """What a run needs to go on exactly where it stopped: one safetensors file, replaced whole.
 
 Nothing random has a state of its own: order and arrangements follow from seed and update number. So weights, the
-optimisers' moments and the number of the next update are all there is.
+optimisers' moments, what the objective measured and the number of the next update are all there is.
 """
 
 from __future__ import annotations
@@ -42,13 +42,19 @@ class Progress:
     best: float | None = None
 
 
-def save_state(path: Path, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], progress: Progress) -> None:
+def save_state(
+    path: Path,
+    network: nn.Module,
+    objective: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    progress: Progress,
+) -> None:
     """Write the state in place of the one before.
 
     Raises:
         StateError: it could not be written (disk full, permissions); the one before is intact.
     """
-    tensors = {f"network/{name}": value for name, value in _kept(network).items()}
+    tensors = dict(_kept(network, objective))
     owner = owners(optimizers)
     for name, parameter in _trained(network).items():
         for moment, value in owner[parameter].state.get(parameter, {}).items():
@@ -64,9 +70,9 @@ def save_state(path: Path, network: nn.Module, optimizers: Sequence[torch.optim.
 
 
 def load_state(
-    path: Path, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], run: str
+    path: Path, network: nn.Module, objective: nn.Module, optimizers: Sequence[torch.optim.Optimizer], run: str
 ) -> Progress | None:
-    """Put a saved state into network and optimisers.
+    """Put a saved state into network, objective and optimisers.
 
     Args:
         run: digest of the run that wants to go on.
@@ -87,8 +93,8 @@ def load_state(
         raise StateError(f"cannot read training state {path}: {error}") from error
     try:
         with torch.no_grad():
-            for name, value in _kept(network).items():
-                value.copy_(tensors[f"network/{name}"])
+            for name, value in _kept(network, objective).items():
+                value.copy_(tensors[name])
             owner = owners(optimizers)
             for name, parameter in _trained(network).items():
                 prefix = f"optimizer/{name}/"
@@ -105,9 +111,10 @@ def load_state(
     return progress
 
 
-def _kept(network: nn.Module) -> Mapping[str, torch.Tensor]:
-    # The token embedding is the target's.
-    return {name: value for name, value in network.state_dict().items() if not name.startswith("tok_embed.")}
+def _kept(network: nn.Module, objective: nn.Module) -> Mapping[str, torch.Tensor]:
+    parts = {"network": network.state_dict(), "objective": objective.state_dict()}
+    found = {f"{part}/{name}": value for part, tensors in parts.items() for name, value in tensors.items()}
+    return {name: value for name, value in found.items() if not name.startswith("network/tok_embed.")}  # the target's
 
 
 def _trained(network: nn.Module) -> Mapping[str, nn.Parameter]:

@@ -19,9 +19,10 @@ from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM
 from pipelines.training.curve import Curve
 from pipelines.training.groups import Chunk, TokenGroup, arrange, epoch_order
-from pipelines.training.objectives import document_loss, objective
+from pipelines.training.objectives import ScoresAndValues, document_loss, objective
 from pipelines.training.optimizers import make_optimizers
 from pipelines.training.pairs import PairSource, TrainingPair
+from pipelines.training.scores import ScoreMoments
 from pipelines.training.state import Progress, load_state, save_state
 from pipelines.training.statistics import Statistics, measure
 from pipelines.training.validation import Validation, validate
@@ -30,6 +31,8 @@ from repair.network import SIZES, RepairNetwork
 
 STATE_FILE = "state.safetensors"
 CURVE_FILE = "curve.jsonl"
+_SCORE_GROUPS = 32
+"""Most groups whose queries are measured for the QK/V objective: each takes another pass of the target."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Trainer:
         self._model = settings.target.model
         self._pairs = PairSource(target, settings)
         self._digest = job.digest(target.fingerprint, self._recipe)
-        self._loss = objective(self._recipe.objective, self._recipe.huber_delta)
+        self._loss = objective(self._recipe, target.geometry).to(target.device)
         self.network = self._fresh_network()
         self._parameters = [p for p in self.network.parameters() if p.requires_grad]
         self._optimizers = make_optimizers(self.network, self._recipe)
@@ -93,7 +96,7 @@ class Trainer:
             StateError: the state cannot be read or written, or belongs to another run.
             FloatingPointError: the loss is not finite any more.
         """
-        saved = load_state(self._job.output / STATE_FILE, self.network, self._optimizers, self._digest)
+        saved = load_state(self._job.output / STATE_FILE, self.network, self._loss, self._optimizers, self._digest)
         if saved is None:
             self._set_statistics()
             saved = Progress(self._digest, 0)
@@ -131,7 +134,7 @@ class Trainer:
             StateError: it could not be written; the one before is intact.
         """
         progress = Progress(self._digest, update, best)
-        save_state(self._job.output / STATE_FILE, self.network, self._optimizers, progress)
+        save_state(self._job.output / STATE_FILE, self.network, self._loss, self._optimizers, progress)
 
     def _fresh_network(self) -> RepairNetwork:
         torch.manual_seed(self._recipe.initialization_seed)
@@ -143,15 +146,27 @@ class Trainer:
         return network.to(self._target.device)
 
     def _set_statistics(self) -> None:
-        chosen = self._job.training[: self._recipe.statistics_groups]
-        mine = (self._pair(group, 0) for group in chosen[self._rank :: self._world])
-        sums = measure(mine, tuple(self.network.sigma_stale.shape))
-        if self._world > 1:
-            for total in (sums.stale, sums.residual, sums.tokens):
-                dist.all_reduce(total)
+        sums = measure(self._share(self._recipe.statistics_groups), tuple(self.network.sigma_stale.shape))
+        self._add_up(sums.stale, sums.residual, sums.tokens)
         statistics = sums.statistics(self._recipe.residual_floor)
         self.network.sigma_stale.copy_(statistics.sigma_stale)
         self.network.sigma_delta.copy_(statistics.sigma_delta)
+        if isinstance(self._loss, ScoresAndValues):
+            moments = ScoreMoments(self._target, self._recipe.seed)
+            for pair in self._share(min(_SCORE_GROUPS, self._recipe.statistics_groups)):
+                moments.add(pair)
+            self._add_up(moments.queries, moments.residual)
+            self._loss.metric.copy_(moments.metric(statistics))
+
+    def _share(self, groups: int) -> Iterator[TrainingPair]:
+        """This worker's share of the first training groups, each in its first arrangement."""
+        return (self._pair(group, 0) for group in self._job.training[:groups][self._rank :: self._world])
+
+    def _add_up(self, *tensors: torch.Tensor) -> None:
+        """Add those of all workers, in place."""
+        if self._world > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
 
     def _update(self, update: int) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -166,9 +181,7 @@ class Trainer:
             loss.backward()
             loss_sum += loss.detach().cpu()
             tokens += len(pair.tokens)
-        if self._world > 1:
-            for tensor in (loss_sum, *(p.grad for p in self._parameters)):
-                dist.all_reduce(tensor)
+        self._add_up(loss_sum, *(p.grad for p in self._parameters))
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._recipe.clip_norm)
         if not (math.isfinite(loss_sum) and math.isfinite(norm)):
             raise FloatingPointError(f"update {update + 1}: loss {float(loss_sum)}, gradient norm {float(norm)}")

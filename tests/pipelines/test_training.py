@@ -79,9 +79,13 @@ def job(output: Path, updates: int, groups: int = 4) -> TrainingJob:
     return TrainingJob(random_groups(groups), random_groups(2, seed=1), HEADER, "tiny", updates, output)
 
 
-@pytest.mark.parametrize(("optimizer", "updates"), [("adamw", 150), ("muon", 100)])
-def test_overfits_four_groups(target: TargetLLM, directory: str, tmp_path: Path, optimizer: str, updates: int) -> None:
-    settings = recipe(directory, tmp_path, variants=1, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("optimizer", "updates", "objective"), [("adamw", 150, "mse"), ("muon", 100, "mse"), ("adamw", 150, "qkv")]
+)
+def test_overfits_four_groups(
+    target: TargetLLM, directory: str, tmp_path: Path, optimizer: str, updates: int, objective: str
+) -> None:
+    settings = recipe(directory, tmp_path, variants=1, optimizer=optimizer, objective=objective)
     trainer = Trainer(target, job(tmp_path / "out", updates), settings)
     trainer.run()
     seen = validate(trainer.network, list(trainer.training_pairs()), trainer.statistics)
@@ -101,11 +105,11 @@ def test_layer_0_is_left_alone(target: TargetLLM, settings: Settings, tmp_path: 
     assert change.square().mean().sqrt() < 0.01 * pair.stale[:, 0].square().mean().sqrt()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("optimizer", "objective"), [("adamw", "mse"), ("muon", "mse"), ("adamw", "qkv")])
 def test_a_run_killed_anywhere_ends_with_the_same_weights(
-    target: TargetLLM, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    target: TargetLLM, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, objective: str
 ) -> None:
-    settings = recipe(directory, tmp_path, optimizer=optimizer)
+    settings = recipe(directory, tmp_path, optimizer=optimizer, objective=objective)
     Trainer(target, job(tmp_path / "whole", 17), settings).run()
     kill_at = Random().randrange(1, 17)
     update = Trainer._update
