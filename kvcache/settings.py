@@ -24,6 +24,7 @@ GiB = 2**30
 
 DType = Literal["float16", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["block_causal", "token_causal", "bidirectional", "block_diagonal"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -306,6 +307,11 @@ class TrainingSettings(Section):
     """Loss on the normalised residual; qkv weighs errors of keys by what they change in attention scores."""
     huber_delta: PositiveFloat = 1.0
     """Where the Huber loss turns linear, in units of the residual's RMS."""
+    attention: Attention = "block_causal"
+    """What a token sees in the network: own chunk and all before (published), or for ablations: own and earlier tokens,
+    the whole prefix, or its own chunk only."""
+    reinject: bool = True
+    """Give every block the encoded stale KV again (published); false gives it at the entrance only."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw is published; muon, on the network's matrices, needs a third of the updates where updates are few."""
     learning_rate: PositiveFloat = 3e-4

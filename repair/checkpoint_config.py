@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from kvcache.geometry import Geometry, Rotary, rope_parameters
+from kvcache.settings import Attention
 from kvcache.target import TargetLLM
 from repair.network import RepairConfig
-from repair.visibility import Attention
 
 CONFIG_FILE = "config.json"
 FORMAT = "cacherepair-safetensors-v1"

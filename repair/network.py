@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 from torch import nn
 
 from kvcache.geometry import Geometry
-from repair.visibility import Attention, Visibility, compiled_flex, has_flex
+from kvcache.settings import Attention
+from repair.visibility import Visibility, compiled_flex, has_flex
 
 _EXACT_LAST = 3
 """Blocks at the end that never use FlexAttention."""

@@ -12,12 +12,12 @@ import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-Attention = Literal["block_causal", "token_causal", "bidirectional", "block_diagonal"]
+from kvcache.settings import Attention
 
 _TILE = 128
 

@@ -138,7 +138,9 @@ class Trainer:
 
     def _fresh_network(self) -> RepairNetwork:
         torch.manual_seed(self._recipe.initialization_seed)
-        network = RepairNetwork(SIZES[self._job.size], self._target.geometry, self._target.model.get_input_embeddings())
+        variant = {"attention": self._recipe.attention, "reinject": self._recipe.reinject}
+        config = SIZES[self._job.size].model_copy(update=variant)
+        network = RepairNetwork(config, self._target.geometry, self._target.model.get_input_embeddings())
         with torch.no_grad():
             for block in network.blocks:
                 for gate in block.ada.chunk(6)[2::3]:  # (shift, scale, gate) of attention, then of the MLP

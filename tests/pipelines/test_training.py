@@ -94,6 +94,16 @@ def test_overfits_four_groups(
     assert seen.repaired.v["boundary"] < 0.7 * seen.stale.v["boundary"]
 
 
+@pytest.mark.parametrize("variant", [{"attention": "block_diagonal"}, {"reinject": False}])
+def test_a_variant_is_trained_and_loads_as_what_it_is(
+    target: TargetLLM, directory: str, tmp_path: Path, variant: dict[str, object]
+) -> None:
+    trainer = Trainer(target, job(tmp_path / "out", 5), recipe(directory, tmp_path, **variant))
+    trainer.run()
+    loaded = RepairNetwork.load(tmp_path / "out", target.model.get_input_embeddings())
+    assert loaded.config == trainer.network.config == SIZES["tiny"].model_copy(update=variant)
+
+
 def test_layer_0_is_left_alone(target: TargetLLM, settings: Settings, tmp_path: Path) -> None:
     trainer = Trainer(target, job(tmp_path / "out", 20), settings)
     trainer.run()

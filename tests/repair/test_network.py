@@ -12,8 +12,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from kvcache import compile_stale
 from kvcache.geometry import Geometry
+from kvcache.settings import Attention
 from repair.network import SIZES, RepairConfig, RepairNetwork
-from repair.visibility import Attention, Visibility
+from repair.visibility import Visibility
 from tests.repair.methods import TINY, random_network
 
 VARIANTS = get_args(Attention)
