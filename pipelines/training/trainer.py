@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM
@@ -31,6 +32,7 @@ from repair.network import SIZES, RepairNetwork
 
 STATE_FILE = "state.safetensors"
 CURVE_FILE = "curve.jsonl"
+_ROW_MULTIPLE = 64
 _SCORE_GROUPS = 32
 """Most groups whose queries are measured for the QK/V objective: each takes another pass of the target."""
 
@@ -176,8 +178,7 @@ class Trainer:
             optimizer.zero_grad()
         loss_sum, tokens = torch.zeros(()), 0
         for pair in self._batch(update):
-            with torch.autocast(self._target.device.type, torch.bfloat16, self._recipe.matmul_precision == "medium"):
-                predicted = self.network.forward_packed(pair.stale, pair.tokens, [pair.lengths])
+            predicted = self._predict(pair)
             true = pair.residual.to(predicted.device) / self.network.sigma_delta
             loss = document_loss(predicted, true, self._weight, self._loss) / self._recipe.groups_per_update
             loss.backward()
@@ -200,6 +201,17 @@ class Trainer:
             "tokens": tokens,
             "seconds": time.perf_counter() - begin,
         }
+
+    def _predict(self, pair: TrainingPair) -> torch.Tensor:
+        """The network's output for a pair, behind which rows are added that no other row sees.
+
+        Below the highest precision the CPU's matrix library compiles for each number of rows that it meets.
+        """
+        rows = len(pair.tokens)
+        added = -rows % _ROW_MULTIPLE
+        stale, tokens = F.pad(pair.stale, (0, 0) * 4 + (0, added)), F.pad(pair.tokens, (0, added))
+        with torch.autocast(self._target.device.type, torch.bfloat16, self._recipe.matmul_precision == "medium"):
+            return self.network.forward_packed(stale, tokens, [pair.lengths, [added]])[:rows]
 
     def _batch(self, update: int) -> Iterator[TrainingPair]:
         """This worker's pairs of an update."""

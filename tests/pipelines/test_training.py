@@ -94,6 +94,18 @@ def test_overfits_four_groups(
     assert seen.repaired.v["boundary"] < 0.7 * seen.stale.v["boundary"]
 
 
+def test_rows_added_for_the_matrix_library_change_nothing(
+    target: TargetLLM, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    for multiple in (1, 64):
+        monkeypatch.setattr("pipelines.training.trainer._ROW_MULTIPLE", multiple)
+        Trainer(target, job(tmp_path / str(multiple), 8), settings).run()
+        losses.append([line["loss"] for line in curve(tmp_path / str(multiple)) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] != losses[0][0]
+
+
 @pytest.mark.parametrize("variant", [{"attention": "block_diagonal"}, {"reinject": False}])
 def test_a_variant_is_trained_and_loads_as_what_it_is(
     target: TargetLLM, directory: str, tmp_path: Path, variant: dict[str, object]
