@@ -72,17 +72,21 @@ class Visibility:
         return cls(torch.cat(positions), tuple(run for run in runs if run.stop > run.start))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Exact attention; all arguments and the result `[1, heads, N, head size]`."""
-        parts = [
-            F.scaled_dot_product_attention(
-                q[:, :, run.start : run.stop],
-                k[:, :, run.first : run.last],
-                v[:, :, run.first : run.last],
-                is_causal=run.causal,
-            )
-            for run in self.runs
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        """Exact attention; all arguments and the result `[1, heads, N, head size]`, in one dtype."""
+        dtype = q.dtype
+        if q.device.type == "cpu":  # PyTorch compiles CPU kernels of narrower dtypes for every length that it meets
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast(q.device.type, enabled=False):
+            parts = [
+                F.scaled_dot_product_attention(
+                    q[:, :, run.start : run.stop],
+                    k[:, :, run.first : run.last],
+                    v[:, :, run.first : run.last],
+                    is_causal=run.causal,
+                )
+                for run in self.runs
+            ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).to(dtype)
 
     def attend_flex(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flex: Callable[..., Any]) -> torch.Tensor:
         """The same by FlexAttention, padded to a bucket so that few shapes are compiled.

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,11 @@ class Trainer:
             optimizer.zero_grad()
         loss_sum, tokens = torch.zeros(()), 0
         for pair in self._batch(update):
-            predicted = self._predict(pair)
-            true = pair.residual.to(predicted.device) / self.network.sigma_delta
-            loss = document_loss(predicted, true, self._weight, self._loss) / self._recipe.groups_per_update
-            loss.backward()
+            with self._network_precision():
+                predicted = self._predict(pair)
+                true = pair.residual.to(predicted.device) / self.network.sigma_delta
+                loss = document_loss(predicted, true, self._weight, self._loss) / self._recipe.groups_per_update
+                loss.backward()
             loss_sum += loss.detach().cpu()
             tokens += len(pair.tokens)
         self._add_up(loss_sum, *(p.grad for p in self._parameters))
@@ -205,13 +207,27 @@ class Trainer:
     def _predict(self, pair: TrainingPair) -> torch.Tensor:
         """The network's output for a pair, behind which rows are added that no other row sees.
 
-        Below the highest precision the CPU's matrix library compiles for each number of rows that it meets.
+        Narrow products on CPU are compiled anew for each number of rows, and lengths hardly repeat.
         """
         rows = len(pair.tokens)
         added = -rows % _ROW_MULTIPLE
         stale, tokens = F.pad(pair.stale, (0, 0) * 4 + (0, added)), F.pad(pair.tokens, (0, added))
-        with torch.autocast(self._target.device.type, torch.bfloat16, self._recipe.matmul_precision == "medium"):
+        with torch.autocast(self._target.device.type, torch.bfloat16, self._narrow):
             return self.network.forward_packed(stale, tokens, [pair.lengths, [added]])[:rows]
+
+    @property
+    def _narrow(self) -> bool:
+        return self._recipe.matmul_precision == "medium"
+
+    @contextmanager
+    def _network_precision(self) -> Iterator[None]:
+        """What autocast leaves in float32 is attention, of chunks of any length: not to be compiled for each."""
+        outside = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest" if self._narrow else outside)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(outside)
 
     def _batch(self, update: int) -> Iterator[TrainingPair]:
         """This worker's pairs of an update."""
