@@ -100,12 +100,60 @@ class Engine:
                 job.last.succeed()
 
 
-class Device:
-    """Something one user has at a time, first come, first served, or several units of it; counts its busy seconds."""
+class Machine:
+    """What several devices run on at the same time: `n` busy ones each have an n-th of its speed."""
 
-    def __init__(self, env: simpy.Environment, units: int = 1) -> None:
-        self.busy_s = 0.0
+    def __init__(self, env: simpy.Environment) -> None:
         self._env = env
+        self._served_s = 0.0
+        """What something busy from the beginning would have got."""
+        self._since_s = 0.0
+        self._due: dict[simpy.Event, float] = {}
+        """By `_served_s`."""
+        self._turn = 0
+
+    def work(self, seconds: float) -> simpy.Event:
+        """Succeeds when work that takes that long alone is done."""
+        self._serve()
+        done = self._env.event()
+        self._due[done] = self._served_s + seconds
+        self._plan()
+        return done
+
+    def _serve(self) -> None:
+        """Count what was got since the number of busy devices last changed."""
+        self._served_s += (self._env.now - self._since_s) / max(len(self._due), 1)
+        self._since_s = self._env.now
+
+    def _plan(self) -> None:
+        """Wait for the next end, unless something comes before it."""
+        self._turn += 1
+        if self._due:
+            left = max(min(self._due.values()) - self._served_s, 0.0)
+            ends = self._env.timeout(left * len(self._due), value=self._turn)
+            assert ends.callbacks is not None
+            ends.callbacks.append(self._end)
+
+    def _end(self, ends: simpy.Event) -> None:
+        if ends.value != self._turn:
+            return
+        self._serve()
+        done = min(self._due, key=lambda each: self._due[each])
+        del self._due[done]
+        done.succeed()
+        self._plan()
+
+
+class Device:
+    """Something one user has at a time, first come, first served, or several units of it; counts its busy seconds.
+
+    Args:
+        machine: what it runs on together with other devices; None has it to itself.
+    """
+
+    def __init__(self, env: simpy.Environment, units: int = 1, machine: Machine | None = None) -> None:
+        self.busy_s = 0.0
+        self._env, self._machine = env, machine
         self.units = simpy.Resource(env, units)
 
     def use(self, seconds: Any) -> Generator[simpy.Event, Any, None]:
@@ -114,4 +162,4 @@ class Device:
             yield turn
             held = seconds() if callable(seconds) else seconds
             self.busy_s += held
-            yield self._env.timeout(held)
+            yield self._machine.work(held) if self._machine else self._env.timeout(held)

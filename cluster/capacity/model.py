@@ -110,6 +110,8 @@ class Cluster:
         first_byte_s: seconds until the object store sends a chunk's first byte.
         storage_bytes_per_s: of one repair node, from the object store.
         hop_bytes_per_s: of one repair node, to the engines.
+        time_shared: without repairers: engine, repair and retrieval work at the same time, each the slower for
+            it, as processes on the same cores do; if not, one after the other, as kernels of one process do.
     """
 
     engines: int = 1
@@ -121,6 +123,7 @@ class Cluster:
     first_byte_s: float = 0.03
     storage_bytes_per_s: float = 3e9
     hop_bytes_per_s: float = float("inf")
+    time_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,11 @@ def _measured_here(question: Question, test: LoadTest, settings: Settings) -> In
             documents=tuple(max(tokens - around, 1) for tokens in test.samples("prompt")),
             answers=test.samples("completion"),
         ),
-        Cluster(max_num_seqs=settings.engine.max_num_seqs, batch_tokens=settings.engine.max_num_batched_tokens),
+        Cluster(
+            time_shared=True,
+            max_num_seqs=settings.engine.max_num_seqs,
+            batch_tokens=settings.engine.max_num_batched_tokens,
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from cluster.capacity.engine import Device, Engine, Job
+from cluster.capacity.engine import Device, Engine, Job, Machine
 from cluster.capacity.model import Closed, Cluster, Load, Method, Open, Outcome, Stages, Workload
 from cluster.capacity.targets import Target
 
@@ -98,12 +98,14 @@ class _Run:
         self._missing = rng.binomial(workload.top_k, 1 - cluster.host_hit_rate, requests)
         self._gaps = rng.exponential(1.0, requests)
 
-        shared = not cluster.repairers
-        engines = [Device(self.env) for _ in range(cluster.engines)]
+        in_turn = not cluster.repairers and not cluster.time_shared
+        machine = Machine(self.env) if cluster.time_shared else None
+        engines = [Device(self.env, machine=machine) for _ in range(cluster.engines)]
         self._engines = [Engine(self.env, device, target, stages, cluster) for device in engines]
-        repairers = engines if shared else [Device(self.env) for _ in range(cluster.repairers)]
+        apart = [Device(self.env, machine=machine) for _ in range(cluster.repairers or cluster.engines)]
+        repairers = engines if in_turn else apart
         self._nodes = [_Node(device, Device(self.env), Device(self.env)) for device in repairers]
-        self._retriever = None if shared else Device(self.env, cluster.retrievers)
+        self._retriever = None if in_turn else Device(self.env, cluster.retrievers, machine)
         self.kinds = {
             "engine": (engines, len(engines)),
             "storage link": ([node.storage for node in self._nodes], len(self._nodes)),

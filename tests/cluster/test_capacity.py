@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from dataclasses import replace
 from math import factorial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import simpy
 from typer.testing import CliRunner
 
 from cachemend.cli import app
 from cluster.capacity import published, size
 from cluster.capacity.breakeven import NothingSavedError, break_even_requests
 from cluster.capacity.demand import Demand, Hardware, hit_rate
+from cluster.capacity.engine import Device, Machine
 from cluster.capacity.fit import Installation, fit, guess_stages, predict
 from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, read_load_test
-from cluster.capacity.model import Closed, Cluster, Open, Stages, Workload
+from cluster.capacity.model import Closed, Cluster, Method, Open, Stages, Workload
 from cluster.capacity.planner import Question, study
 from cluster.capacity.simulation import simulate
 from cluster.capacity.size import ImpossibleError, Sizer
@@ -90,6 +93,32 @@ def test_a_closed_loop_is_the_machine_repairman(clients: int) -> None:
 def test_little_s_law_holds(clients: int) -> None:
     seen = simulate("repaired", Closed(clients), TARGET, published.WORKLOAD, published.PRIOR, published.CLUSTER)
     assert seen.throughput_rps * seen.e2e_s.mean() == pytest.approx(clients, rel=0.05)
+
+
+def test_devices_of_one_machine_share_its_speed() -> None:
+    """One second of work alone, and another that begins half a second later: 1.5 and 2 seconds."""
+    env = simpy.Environment()
+    machine, ends = Machine(env), []
+
+    def work(begin: float) -> Generator[simpy.Event, None, None]:
+        yield env.timeout(begin)
+        yield from Device(env, machine=machine).use(1.0)
+        ends.append(env.now)
+
+    for begin in (0.0, 0.5, 3.0):
+        env.process(work(begin))
+    env.run()
+    assert ends == pytest.approx([1.5, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("method", ["full", "repaired"])
+def test_one_client_has_a_shared_machine_to_itself(method: Method) -> None:
+    in_turn, at_once = (
+        simulate(method, Closed(1), TARGET, fixed(4), published.PRIOR, Cluster(time_shared=shared), requests=5)
+        for shared in (False, True)
+    )
+    assert at_once.ttft_s == pytest.approx(in_turn.ttft_s)
+    assert at_once.e2e_s == pytest.approx(in_turn.e2e_s)
 
 
 def test_requests_in_one_batch_share_its_steps() -> None:
