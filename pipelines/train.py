@@ -30,7 +30,7 @@ from pipelines.placement import for_workers, target_actors
 from pipelines.training.curve import read_curve
 from pipelines.training.groups import arrange, read_groups, split
 from pipelines.training.pairs import joint_kv
-from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, visits
+from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, network_config, visits
 from repair.network import SIZES, RepairNetwork
 
 Progress = Callable[[dict[str, Any]], None]
@@ -211,7 +211,8 @@ def _time_passes(settings: Settings, size: str, threads: int) -> dict[str, Any]:
     """Seconds per token of a pass of the target and of a pass of the network there and back."""
     _set_up(settings, threads)
     target = TargetLLM.load(settings=settings)
-    network = RepairNetwork(SIZES[size], target.geometry, target.model.get_input_embeddings()).to(target.device)
+    config = network_config(size, settings.training)
+    network = RepairNetwork(config, target.geometry, target.model.get_input_embeddings()).to(target.device)
     ids = list(range(min(_TIMED_TOKENS, target.geometry.vocab_size, target.geometry.max_positions)))
     stale = joint_kv(target, ids[:8])
     begin = time.perf_counter()

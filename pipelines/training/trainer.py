@@ -29,7 +29,7 @@ from pipelines.training.state import Progress, load_state, save_state
 from pipelines.training.statistics import Statistics, measure
 from pipelines.training.validation import Validation, validate
 from repair.checkpoint import save_checkpoint
-from repair.network import SIZES, RepairNetwork
+from repair.network import SIZES, RepairConfig, RepairNetwork
 
 STATE_FILE = "state.safetensors"
 CURVE_FILE = "curve.jsonl"
@@ -141,8 +141,7 @@ class Trainer:
 
     def _fresh_network(self) -> RepairNetwork:
         torch.manual_seed(self._recipe.initialization_seed)
-        variant = {"attention": self._recipe.attention, "reinject": self._recipe.reinject}
-        config = SIZES[self._job.size].model_copy(update=variant)
+        config = network_config(self._job.size, self._recipe)
         network = RepairNetwork(config, self._target.geometry, self._target.model.get_input_embeddings())
         with torch.no_grad():
             for block in network.blocks:
@@ -292,6 +291,11 @@ class Trainer:
                 **found.as_dict(),
             },
         }
+
+
+def network_config(size: str, recipe: TrainingSettings) -> RepairConfig:
+    """Sizes of a capacity and the variant that a recipe names."""
+    return SIZES[size].model_copy(update={"attention": recipe.attention, "reinject": recipe.reinject})
 
 
 def learning_rate(update: int, horizon: int, recipe: TrainingSettings) -> float:

@@ -106,6 +106,19 @@ def test_rows_added_for_the_matrix_library_change_nothing(
     assert losses[0][-1] != losses[0][0]
 
 
+def test_bfloat16_activations_train_alike_and_leave_no_setting_behind(
+    target: TargetLLM, directory: str, tmp_path: Path
+) -> None:
+    outside, losses = torch.get_float32_matmul_precision(), {}
+    for precision in ("highest", "medium"):
+        settings = recipe(directory, tmp_path, matmul_precision=precision)
+        Trainer(target, job(tmp_path / precision, 8), settings).run()
+        losses[precision] = [line["loss"] for line in curve(tmp_path / precision) if "loss" in line]
+    assert losses["medium"] == pytest.approx(losses["highest"], rel=0.02)
+    assert losses["medium"] != losses["highest"]
+    assert torch.get_float32_matmul_precision() == outside
+
+
 @pytest.mark.parametrize("variant", [{"attention": "block_diagonal"}, {"reinject": False}])
 def test_a_variant_is_trained_and_loads_as_what_it_is(
     target: TargetLLM, directory: str, tmp_path: Path, variant: dict[str, object]
