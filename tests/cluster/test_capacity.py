@@ -20,7 +20,7 @@ from cluster.capacity.breakeven import NothingSavedError, break_even_requests
 from cluster.capacity.demand import Demand, Hardware, hit_rate
 from cluster.capacity.engine import Device, Machine
 from cluster.capacity.fit import Installation, fit, guess_stages, predict
-from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, read_load_test
+from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, Samples, read_load_test
 from cluster.capacity.model import Closed, Cluster, Method, Open, Stages, Workload
 from cluster.capacity.planner import Question, study
 from cluster.capacity.simulation import simulate
@@ -32,6 +32,7 @@ TARGET = PUBLISHED["qwen2.5-3b"]
 STEP_S = 0.01
 ONLY_STEPS = Stages(step_s=STEP_S, macs_per_s=1e30, load_s_per_token=0.0, repair_macs_per_s=1e30, outside_s=0.0)
 ONE_AT_A_TIME = Cluster(max_num_seqs=1)
+LENGTHS = Samples(prompt=[500, 900], completion=[1, 3])
 MEASURED = Installation(published.TARGET, published.WORKLOAD, published.CLUSTER)
 
 
@@ -386,13 +387,15 @@ def test_a_plan_for_a_measured_installation_takes_its_target_from_the_settings(
     monkeypatch.setattr(size, "_REQUESTS", 100)
     path = tmp_path / "test.json"
     cells = [
-        cell.model_copy(update={"completion_tokens": 2, "requests": 8})
+        cell.model_copy(update={"completion_tokens": 2, "requests": 8, "samples_tokens": LENGTHS})
         for cell in measured_with(published.PRIOR, MEASURED, (1,)).cells
     ]
     path.write_text(LoadTest(cells=cells).model_dump_json())
     settings = Settings(target={"model": "Qwen/Qwen2.5-3B-Instruct", "device": "cuda"}, store={"dtype": "float32"})
     found = study(Question(Demand(2, 1000, 5.0), Hardware(), load_test=path), settings)
     assert found.target == "Qwen2.5-3B"
+    around = found.workload.header_tokens + found.workload.question_tokens
+    assert set(found.workload.documents) == {500 - around, 900 - around} and set(found.workload.answers) == {1, 3}
     reusing = [plan for plan in found.plans if plan.method != "full"]
     assert [plan.storage_bytes for plan in reusing] == [1000 * 512 * 36 * 2 * 2 * 128 * 4] * 2
 

@@ -143,6 +143,7 @@ async def test_failures_are_counted_by_kind_and_kept_out_of_the_latencies() -> N
     assert (cell["requests"], cell["errors"]) == (8, 6)
     assert cell["errors_by_kind"] == {"500": 2, "failed in stream internal": 2, "broken stream": 2}
     assert len(cell["samples_ms"]["ttft"]) == 2
+    assert [len(cell["samples_tokens"][name]) for name in ("prompt", "completion")] == [2, 2]
     assert {row.question_id for row in block.rows if row.error is None} == {"fine"}
 
 
