@@ -181,23 +181,26 @@ def blocks_of(requests: int, load: Load) -> int:
 def schedule(methods: Sequence[str], loads: Sequence[Load], requests: int, seed: int) -> list[tuple[Block, int, int]]:
     """Blocks in the order they are sent, each with its number of requests and the number of its first.
 
-    One load after another. Within a load the methods take turns: a random order, then that order backwards (A B C C B
-    A), then another random order and its reverse. A machine that slowly gets faster or slower, or another program that
-    runs for a while, falls on all methods alike.
+    A machine that slowly gets faster or slower, or another program that runs for a while, is to fall on all cells
+    alike. So the passes over a load are spread evenly over the run, however many there are, around the middle of it.
+    Methods take turns: in one pass a random order, in the next that order backwards (A B C C B A), then another random
+    order and its reverse. So do loads with as many passes.
 
     Args:
         methods: to compare.
-        loads: in the order wanted.
+        loads: each once.
         requests: per method and load.
         seed: of the orders.
     """
     random = np.random.default_rng(seed)
-    found: list[tuple[Block, int, int]] = []
-    for load in loads:
+    spread: list[tuple[float, int, str, Load, int, int]] = []
+    for place, load in enumerate(loads):
         passes = blocks_of(requests, load)
         order = list(methods)
         for number in range(passes):
             order = [methods[i] for i in random.permutation(len(methods))] if number % 2 == 0 else order[::-1]
             first, after = requests * number // passes, requests * (number + 1) // passes
-            found += [(Block(len(found) + at, method, load), after - first, first) for at, method in enumerate(order)]
-    return found
+            when = (number + 0.5) / passes, place if number % 2 == 0 else -place
+            spread += [(*when, method, load, after - first, first) for method in order]
+    spread.sort(key=lambda one: one[:2])
+    return [(Block(at, method, load), count, first) for at, (*_, method, load, count, first) in enumerate(spread)]

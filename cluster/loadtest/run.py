@@ -41,7 +41,7 @@ class Plan:
     Attributes:
         url: address of the service.
         methods: to compare, at least one.
-        concurrency: closed loops, in this order.
+        concurrency: closed loops, in the order to report them.
         rates: open loops, arrivals per second.
         requests: counted requests per method and load.
         warm_up: requests per method before everything, one at a time, not counted; at least one, because it is also
@@ -181,7 +181,10 @@ class LoadTest:
 
     def report(self) -> dict[str, Any]:
         """`{"cells": [...], "config": {...}}`, and `"timeline"` of a ramp; see `summary` and `timeline`."""
-        report = {"cells": summarise(self.blocks, self.plan.slo_ttft_ms), "config": self._config()}
+        blocks = self.blocks
+        if not self.plan.ramp:
+            blocks = sorted(blocks, key=lambda block: self.plan.loads.index(block.load))
+        report = {"cells": summarise(blocks, self.plan.slo_ttft_ms), "config": self._config()}
         if self.plan.ramp:
             report["timeline"] = timeline(self.blocks, self.samples)
         return report

@@ -72,6 +72,14 @@ def test_warm_up_and_lead_in_are_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert [cell["e2e_ms"]["p99"] for cell in test.report()["cells"]] == pytest.approx([20, 20])
 
 
+def test_cells_are_reported_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Sender", lambda *_: SimulatedService(2, lambda: 0.02))
+    test = LoadTest(Plan(url="", concurrency=[8, 1, 2], requests=32, methods=["stale"]), Workload(QUESTIONS))
+    run_virtually(test.run())
+    assert test.blocks[0].load.concurrency == 1  # it has the most passes
+    assert [cell["concurrency"] for cell in test.report()["cells"]] == [8, 1, 2]
+
+
 async def test_a_clock_that_is_set_back_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.perf_counter()
     monkeypatch.setattr(time, "time", lambda: 1e9 - 60 * (time.perf_counter() - started))

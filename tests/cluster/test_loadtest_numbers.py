@@ -52,6 +52,26 @@ def test_a_straight_drift_falls_on_all_methods_alike() -> None:
         assert len({sum(own) for own in places.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("loads", "requests"),
+    [
+        ([Load(concurrency=c) for c in (1, 2, 4, 8)], 16),  # 4, 2, 2 and 1 passes
+        ([Load(concurrency=c) for c in (8, 1, 32)], 32),  # 2, 4 and 1
+        ([Load(rate=1.0), Load(concurrency=2)], 256),
+        ([Load(concurrency=4), Load(concurrency=2), Load(concurrency=1)], 64),  # 4 each
+    ],
+)
+def test_a_straight_drift_falls_on_all_loads_alike(loads: list[Load], requests: int) -> None:
+    places: dict[tuple[Load, str], list[int]] = {}
+    blocks = schedule(METHODS, loads, requests, seed=0)
+    for block, count, _ in blocks:
+        places.setdefault((block.load, block.method), []).extend([block.number] * count)
+    assert len(places) == len(loads) * len(METHODS)
+    middle = (len(blocks) - 1) / 2
+    for own in places.values():  # of its requests; a single pass may lie before or after the very middle
+        assert np.mean(own) == pytest.approx(middle, abs=len(METHODS))
+
+
 def test_orders_follow_the_seed() -> None:
     def order(seed: int) -> list[str]:
         return [block.method for block, _, _ in schedule(METHODS, [Load(concurrency=1)], 16, seed)]
