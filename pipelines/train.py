@@ -29,8 +29,9 @@ from kvcache.target import TargetLLM, load_config, load_tokenizer
 from pipelines.placement import for_workers, target_actors
 from pipelines.training.curve import read_curve
 from pipelines.training.groups import arrange, read_groups, split
+from pipelines.training.initial import network_config
 from pipelines.training.pairs import joint_kv
-from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, network_config, visits
+from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, visits
 from repair.network import SIZES, RepairNetwork
 
 Progress = Callable[[dict[str, Any]], None]

@@ -21,6 +21,7 @@ from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM
 from pipelines.training.curve import Curve
 from pipelines.training.groups import Chunk, TokenGroup, arrange, epoch_order
+from pipelines.training.initial import initial_network, lineage
 from pipelines.training.objectives import ScoresAndValues, document_loss, objective
 from pipelines.training.optimizers import make_optimizers
 from pipelines.training.pairs import PairSource, TrainingPair
@@ -29,7 +30,6 @@ from pipelines.training.state import Progress, load_state, save_state
 from pipelines.training.statistics import Statistics, measure
 from pipelines.training.validation import Validation, validate
 from repair.checkpoint import save_checkpoint
-from repair.network import SIZES, RepairConfig, RepairNetwork
 
 STATE_FILE = "state.safetensors"
 CURVE_FILE = "curve.jsonl"
@@ -87,7 +87,7 @@ class Trainer:
         self._pairs = PairSource(target, settings)
         self._digest = job.digest(target.fingerprint, self._recipe)
         self._loss = objective(self._recipe, target.geometry).to(target.device)
-        self.network = self._fresh_network()
+        self.network = initial_network(target, job.size, self._recipe)
         self._parameters = [p for p in self.network.parameters() if p.requires_grad]
         self._optimizers = make_optimizers(self.network, self._recipe)
         self._curve = Curve(job.output / CURVE_FILE)
@@ -139,28 +139,19 @@ class Trainer:
         progress = Progress(self._digest, update, best)
         save_state(self._job.output / STATE_FILE, self.network, self._loss, self._optimizers, progress)
 
-    def _fresh_network(self) -> RepairNetwork:
-        torch.manual_seed(self._recipe.initialization_seed)
-        config = network_config(self._job.size, self._recipe)
-        network = RepairNetwork(config, self._target.geometry, self._target.model.get_input_embeddings())
-        with torch.no_grad():
-            for block in network.blocks:
-                for gate in block.ada.chunk(6)[2::3]:  # (shift, scale, gate) of attention, then of the MLP
-                    gate.fill_(self._recipe.initial_gate)
-        return network.to(self._target.device)
-
     def _set_statistics(self) -> None:
-        sums = measure(self._share(self._recipe.statistics_groups), tuple(self.network.sigma_stale.shape))
-        self._add_up(sums.stale, sums.residual, sums.tokens)
-        statistics = sums.statistics(self._recipe.residual_floor)
-        self.network.sigma_stale.copy_(statistics.sigma_stale)
-        self.network.sigma_delta.copy_(statistics.sigma_delta)
+        if not self._recipe.init_from:
+            sums = measure(self._share(self._recipe.statistics_groups), tuple(self.network.sigma_stale.shape))
+            self._add_up(sums.stale, sums.residual, sums.tokens)
+            statistics = sums.statistics(self._recipe.residual_floor)
+            self.network.sigma_stale.copy_(statistics.sigma_stale)
+            self.network.sigma_delta.copy_(statistics.sigma_delta)
         if isinstance(self._loss, ScoresAndValues):
             moments = ScoreMoments(self._target, self._recipe.seed)
             for pair in self._share(min(_SCORE_GROUPS, self._recipe.statistics_groups)):
                 moments.add(pair)
             self._add_up(moments.queries, moments.residual)
-            self._loss.metric.copy_(moments.metric(statistics))
+            self._loss.metric.copy_(moments.metric(self.statistics))
 
     def _share(self, groups: int) -> Iterator[TrainingPair]:
         """This worker's share of the first training groups, each in its first arrangement."""
@@ -282,7 +273,7 @@ class Trainer:
                 "decay": "cosine",
                 "warmup_fraction": recipe.warmup_fraction,
             },
-            "initial_gate": recipe.initial_gate,
+            **lineage(recipe),
             "residual_floor": recipe.residual_floor,
             "matmul_precision": recipe.matmul_precision,
             "validation": {
@@ -291,11 +282,6 @@ class Trainer:
                 **found.as_dict(),
             },
         }
-
-
-def network_config(size: str, recipe: TrainingSettings) -> RepairConfig:
-    """Sizes of a capacity and the variant that a recipe names."""
-    return SIZES[size].model_copy(update={"attention": recipe.attention, "reinject": recipe.reinject})
 
 
 def learning_rate(update: int, horizon: int, recipe: TrainingSettings) -> float:
