@@ -23,6 +23,7 @@ from pipelines.training.state import StateError
 from pipelines.training.statistics import measure
 from pipelines.training.trainer import CURVE_FILE, STATE_FILE, Trainer, TrainingJob, learning_rate, visits
 from pipelines.training.validation import validate
+from repair.checkpoint_config import CheckpointError
 from repair.network import SIZES, RepairConfig, RepairNetwork
 from tests.tiny import tiny_model_dir, tiny_settings
 
@@ -127,6 +128,56 @@ def test_a_variant_is_trained_and_loads_as_what_it_is(
     trainer.run()
     loaded = RepairNetwork.load(tmp_path / "out", target.model.get_input_embeddings())
     assert loaded.config == trainer.network.config == SIZES["tiny"].model_copy(update=variant)
+
+
+def test_a_run_begins_with_a_checkpoint_and_its_normalisation(
+    target: TargetLLM, directory: str, tmp_path: Path
+) -> None:
+    first = Trainer(target, job(tmp_path / "first", 10), recipe(directory, tmp_path))
+    first.run()
+    settings = recipe(
+        directory, tmp_path, init_from=str(tmp_path / "first"), learning_rate=1e-30, min_learning_rate=0.0
+    )
+    others = TrainingJob(random_groups(4, seed=2), random_groups(2, seed=1), HEADER, "tiny", 1, tmp_path / "second")
+    Trainer(target, others, settings).run()
+    before, after = (load_file(tmp_path / run / "model.safetensors") for run in ("first", "second"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    account = json.loads((tmp_path / "second" / "config.json").read_text())["training"]
+    assert (account["checkpoint_step"], account["continues"]["checkpoint_step"]) == (1, 10)
+    assert "initial_gate" not in account  # it has none of its own
+    assert str(tmp_path) not in json.dumps(account)
+
+
+def test_a_checkpoint_goes_on_learning(target: TargetLLM, directory: str, tmp_path: Path) -> None:
+    found = {}
+    for run, updates, init_from in (("first", 60, ""), ("second", 60, str(tmp_path / "first"))):
+        trainer = Trainer(target, job(tmp_path / run, updates), recipe(directory, tmp_path, init_from=init_from))
+        trainer.run()
+        found[run] = validate(trainer.network, list(trainer.training_pairs()), trainer.statistics).repaired.nmse
+    assert found["second"] < 0.9 * found["first"]
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"attention": "block_diagonal"}, "attention block_causal, not block_diagonal"),
+        ({"reinject": False}, "reinject True, not False"),
+    ],
+)
+def test_a_checkpoint_of_another_variant_is_no_beginning(
+    target: TargetLLM, directory: str, tmp_path: Path, training: dict[str, object], reason: str
+) -> None:
+    Trainer(target, job(tmp_path / "first", 1), recipe(directory, tmp_path)).run()
+    with pytest.raises(CheckpointError, match=reason):
+        Trainer(
+            target,
+            job(tmp_path / "second", 1),
+            recipe(directory, tmp_path, init_from=str(tmp_path / "first"), **training),
+        )
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Trainer(target, job(tmp_path / "second", 1), recipe(directory, tmp_path, init_from="./none"))
+    assert not (tmp_path / "second").exists()
 
 
 def test_layer_0_is_left_alone(target: TargetLLM, settings: Settings, tmp_path: Path) -> None:
