@@ -15,12 +15,10 @@ import simpy
 from typer.testing import CliRunner
 
 from cachemend.cli import app
-from cluster.capacity import published, size
+from cluster.capacity import published
 from cluster.capacity.breakeven import NothingSavedError, break_even_requests
 from cluster.capacity.demand import Demand, Hardware, hit_rate
 from cluster.capacity.engine import Device, Machine
-from cluster.capacity.fit import Installation, fit, guess_stages, predict
-from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, Samples, read_load_test
 from cluster.capacity.model import Closed, Cluster, Method, Open, Stages, Workload
 from cluster.capacity.planner import Question, study
 from cluster.capacity.simulation import simulate
@@ -32,8 +30,6 @@ TARGET = PUBLISHED["qwen2.5-3b"]
 STEP_S = 0.01
 ONLY_STEPS = Stages(step_s=STEP_S, macs_per_s=1e30, load_s_per_token=0.0, repair_macs_per_s=1e30, outside_s=0.0)
 ONE_AT_A_TIME = Cluster(max_num_seqs=1)
-LENGTHS = Samples(prompt=[500, 900], completion=[1, 3])
-MEASURED = Installation(published.TARGET, published.WORKLOAD, published.CLUSTER)
 
 
 def geometric(mean: float) -> Workload:
@@ -184,13 +180,6 @@ def test_published_targets_have_the_published_costs() -> None:
     assert [target.kv_bytes(1) for target in PUBLISHED.values()] == [36_864, 131_072, 196_608]
 
 
-def test_fitted_on_one_point_of_table_21_it_predicts_the_others_within_a_tenth() -> None:
-    stages = fit(published.TABLE_21, published.FITTED_AT, MEASURED, published.PRIOR)
-    unseen = [one for one in predict(published.TABLE_21, MEASURED, stages, published.FITTED_AT) if not one.fitted]
-    assert len(unseen) == 3 * 3 * 2  # methods, concurrencies, throughput and p95
-    assert {(one.method, one.concurrency, one.name): one.error for one in unseen if abs(one.error) > 0.1} == {}
-
-
 def test_the_lead_in_counts_neither_in_times_nor_in_throughput() -> None:
     clients, counted = 4, 20
     seen = simulate(
@@ -211,87 +200,6 @@ def test_requests_have_the_lengths_that_were_measured() -> None:
     work, random = Workload(1, header_tokens=24, documents=(300, 100), answers=(9, 3, 5)), np.random.default_rng(0)
     assert sorted(work.prefixes(random, 4)) == [124, 124, 324, 324]
     assert sorted(work.outputs(random, 3)) == [3, 5, 9]
-
-
-def test_a_load_test_is_replayed_in_the_blocks_it_was_sent_in() -> None:
-    """With all lengths equal the order does not matter, and the replay is the run itself."""
-    here = Installation(TARGET, fixed(4, 2000), published.CLUSTER)
-    clients, per_block = 4, 6
-    seen = simulate(
-        "repaired",
-        Closed(clients),
-        here.target,
-        here.workload,
-        published.PRIOR,
-        here.cluster,
-        requests=clients + per_block,
-        lead_in=clients,
-    )
-    cell = {
-        "method": "cacherepair",
-        "concurrency": clients,
-        "requests": 2 * per_block,
-        "throughput_rps": seen.throughput_rps,
-        "ttft_ms": {"p50": seen.ttft(50) * 1e3, "p95": np.percentile(np.tile(seen.ttft_s, 2), 95) * 1e3},
-    }
-    blocks = [["cacherepair", clients, None], ["stale", clients, None], ["cacherepair", clients, None]]
-    test = LoadTest.model_validate({"cells": [cell], "config": {"blocks": blocks}})
-    assert [one.error for one in predict(test, here, published.PRIOR, 1)] == pytest.approx([0, 0, 0], abs=1e-6)
-
-
-def measured_with(stages: Stages, target_installation: Installation, clients: tuple[int, ...]) -> LoadTest:
-    """A load test of a machine with those service times."""
-    where, cells = target_installation, []
-    for method in ("full", "stale", "cacherepair"):
-        for count in clients:
-            kind = "repaired" if method == "cacherepair" else method
-            seen = simulate(
-                kind, Closed(count), where.target, where.workload, stages, where.cluster, requests=64, seed=99
-            )
-            ttft = Percentiles(p50=seen.ttft(50) * 1e3, p95=seen.ttft(95) * 1e3)
-            e2e = Percentiles(p50=seen.e2e(50) * 1e3, p95=seen.e2e(95) * 1e3)
-            cell = Cell(
-                method=method,
-                concurrency=count,
-                requests=64,
-                throughput_rps=seen.throughput_rps,
-                ttft_ms=ttft,
-                e2e_ms=e2e,
-            )
-            cells.append(cell)
-    return LoadTest(cells=cells)
-
-
-def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
-    """A machine a thousand times slower than the published one, with retrieval on the same device."""
-    here = Installation(
-        TARGET, Workload(mean_tokens=1000, output_tokens=16, fixed_outputs=True), Cluster(max_num_seqs=16)
-    )
-    true = Stages(0.08, 1.1e12, 2e-4, 1.5e11, 0.02, 0.15, 2e-5)
-    test = measured_with(true, here, (1, 2, 4, 8))
-    found = fit(test, 2, here, guess_stages(test, here))
-    assert found.macs_per_s == pytest.approx(true.macs_per_s, rel=0.15)
-    tokens = here.workload.mean_tokens
-    assert found.step_s + tokens * found.read_s_per_token == pytest.approx(0.1, rel=0.15)
-    throughputs = [one for one in predict(test, here, found, 2) if one.name == "throughput_rps" and not one.fitted]
-    assert max(abs(one.error) for one in throughputs) < 0.15
-
-
-def test_open_loops_steps_of_a_ramp_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
-    path = tmp_path / "test.json"
-    cells = [
-        {"method": "full", "concurrency": 2, "throughput_rps": 1.5, "prompt_tokens": 100, "ttft_ms": {"p50": 3.0}},
-        {"method": "full", "concurrency": None, "rate_rps": 5.0, "throughput_rps": 1.0, "prompt_tokens": 300},
-        {"method": "full", "concurrency": 4, "throughput_rps": 0.0, "ttft_ms": {"p50": None}},
-        {"method": "full", "concurrency": 8, "step": 0, "throughput_rps": 2.0, "ttft_ms": {"p50": 9.0}},
-        {"method": "full", "concurrency": 2, "step": 1, "throughput_rps": 7.0, "ttft_ms": {"p50": 1.0}},
-    ]
-    path.write_text(json.dumps({"cells": cells}))
-    test = read_load_test(path)
-    assert test.concurrencies == [2]
-    assert [cell.throughput_rps for cell in test.at(2)] == [1.5]
-    assert test.mean("prompt_tokens") == 200
-    assert test.mean("completion_tokens") is None
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.0, 1.3])
@@ -353,51 +261,9 @@ def test_break_even_is_that_of_table_22() -> None:
         break_even_requests(1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "the whole file"),
-        ('{"cells": []}', "cells"),
-        ('{"cells": [{"method": "full", "concurrency": 0, "throughput_rps": 1}]}', "cells.0.concurrency"),
-        ('{"cells": [{"method": "full", "concurrency": 1}]}', "cells.0.throughput_rps"),
-        ('{"cells": [{"method": "epic", "concurrency": 1, "throughput_rps": 1}]}', "epic"),
-        ('{"cells": [{"method": "full", "concurrency": 1, "step": 0, "throughput_rps": 1}]}', "steady"),
-        (
-            '{"cells": [{"method": "full", "concurrency": 1, "throughput_rps": 1}], "config": {"complete": false}}',
-            "stopped early",
-        ),
-    ],
-)
-def test_an_unusable_load_test_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "test.json"
-    path.write_text(text)
-    with pytest.raises(LoadTestError, match=says) as refused:
-        read_load_test(path)
-    assert str(path) in str(refused.value)
-
-
 def test_an_unknown_target_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnknownTargetError, match=r"nonsense.*qwen2.5-3b"):
         find_target("nonsense", Settings(models_dir=str(tmp_path)))
-
-
-def test_a_plan_for_a_measured_installation_takes_its_target_from_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(size, "_REQUESTS", 100)
-    path = tmp_path / "test.json"
-    cells = [
-        cell.model_copy(update={"completion_tokens": 2, "requests": 8, "samples_tokens": LENGTHS})
-        for cell in measured_with(published.PRIOR, MEASURED, (1,)).cells
-    ]
-    path.write_text(LoadTest(cells=cells).model_dump_json())
-    settings = Settings(target={"model": "Qwen/Qwen2.5-3B-Instruct", "device": "cuda"}, store={"dtype": "float32"})
-    found = study(Question(Demand(2, 1000, 5.0), Hardware(), load_test=path), settings)
-    assert found.target == "Qwen2.5-3B"
-    around = found.workload.header_tokens + found.workload.question_tokens
-    assert set(found.workload.documents) == {500 - around, 900 - around} and set(found.workload.answers) == {1, 3}
-    reusing = [plan for plan in found.plans if plan.method != "full"]
-    assert [plan.storage_bytes for plan in reusing] == [1000 * 512 * 36 * 2 * 2 * 128 * 4] * 2
 
 
 def test_the_command_answers_as_json_and_as_a_figure(tmp_path: Path) -> None:
@@ -410,9 +276,3 @@ def test_the_command_answers_as_json_and_as_a_figure(tmp_path: Path) -> None:
     assert [plan["method"] for plan in answer["plans"]] == ["full", "stale", "repaired"]
     assert answer["fit"]["worst_error"] < 0.1
     assert chart.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_load_test_is_one_line(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "--fit", str(tmp_path / "none.json"), "--target", "qwen2.5-3b"])
-    assert done.exit_code == 1
-    assert "none.json" in done.output and "Traceback" not in done.output
