@@ -312,8 +312,6 @@ class TrainingSettings(Section):
     the whole prefix, or its own chunk only."""
     reinject: bool = True
     """Give every block the encoded stale KV again (published); false gives it at the entrance only."""
-    init_from: str = ""
-    """Checkpoint to begin with, a folder or hub id, with its normalisation; empty begins with a fresh network."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw is published; muon, on the network's matrices, needs a third of the updates where updates are few."""
     learning_rate: PositiveFloat = 3e-4

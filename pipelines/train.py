@@ -29,7 +29,7 @@ from kvcache.target import TargetLLM, load_config, load_tokenizer
 from pipelines.placement import for_workers, target_actors
 from pipelines.training.curve import read_curve
 from pipelines.training.groups import arrange, read_groups, split
-from pipelines.training.initial import network_config
+from pipelines.training.initial import find_parent, network_config
 from pipelines.training.pairs import joint_kv
 from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, visits
 from repair.network import SIZES, RepairNetwork
@@ -93,7 +93,14 @@ class TrainReport:
 
 
 def plan(
-    groups: Path, passages: Path | None, size: str, updates: int, output: Path, settings: Settings, limit: int = 0
+    groups: Path,
+    passages: Path | None,
+    size: str,
+    updates: int,
+    output: Path,
+    settings: Settings,
+    limit: int = 0,
+    init_from: str | None = None,
 ) -> TrainPlan:
     """Read the data and find out what the run costs.
 
@@ -104,9 +111,12 @@ def plan(
         output: where checkpoint, state and curve go; on a cluster, shared by all nodes.
         settings: target and `training`.
         limit: most groups to train on; 0 takes all.
+        init_from: checkpoint to begin with, a folder or hub id, on a cluster seen by all nodes. The held-out groups
+            follow from the group file: with another file than its own it may have been trained on some of them.
 
     Raises:
         ValueError: an unknown size, or nothing to train on.
+        CheckpointError: `init_from` cannot be begun with.
         GroupError: a line of the data that cannot be used.
     """
     if size not in SIZES:
@@ -116,7 +126,8 @@ def plan(
     everything = read_groups(groups, passages, tokenizer, geometry, settings.chunking.max_tokens)
     training, validation = split(everything, recipe.held_out, limit, recipe.seed)
     header = PromptTemplate(tokenizer, settings.prompt).header_ids()
-    job = TrainingJob(training, validation, header, size, updates, output.absolute())
+    parent = find_parent(init_from, size, output, recipe) if init_from is not None else None
+    job = TrainingJob(training, validation, header, size, updates, output.absolute(), parent)
 
     arranged: dict[tuple[int, int], int] = {}
     chunks, tokens = {header}, 0

@@ -28,6 +28,9 @@ def train(
     size: Annotated[str, typer.Option(help="Capacity of the network: S, M or L.")] = "S",
     updates: Annotated[int, typer.Option(min=1, help="Updates in all; the learning rate ends with them.")] = 100_000,
     limit: Annotated[int, typer.Option(min=0, help="Most groups to train on; 0 takes all.")] = 0,
+    init_from: Annotated[
+        str | None, typer.Option(help="Checkpoint to begin with, a folder or hub id; else the network is fresh.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the run would cost.")] = False,
     as_json: ui.AsJson = False,
 ) -> None:
@@ -44,7 +47,7 @@ def train(
 
     settings = load_settings()
     with ray_session():
-        plan = job.plan(groups, passages, size, updates, output, settings, limit)
+        plan = job.plan(groups, passages, size, updates, output, settings, limit, init_from)
         ui.say(
             f"size {size}: {plan.parameters:,} parameters; {plan.groups:,} groups to train on, "
             f"{plan.held_out} held out; {plan.updates:,} updates over {plan.tokens:,} tokens\n"

@@ -21,7 +21,7 @@ from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM
 from pipelines.training.curve import Curve
 from pipelines.training.groups import Chunk, TokenGroup, arrange, epoch_order
-from pipelines.training.initial import initial_network, lineage
+from pipelines.training.initial import Parent, initial_network, lineage
 from pipelines.training.objectives import ScoresAndValues, document_loss, objective
 from pipelines.training.optimizers import make_optimizers
 from pipelines.training.pairs import PairSource, TrainingPair
@@ -49,6 +49,7 @@ class TrainingJob:
         size: a key of `repair.network.SIZES`.
         updates: length of the run, and horizon of the learning rate.
         output: directory of checkpoint, state and curve; every worker sees it.
+        parent: the checkpoint to begin with; None begins with a fresh network.
     """
 
     training: list[TokenGroup]
@@ -57,12 +58,14 @@ class TrainingJob:
     size: str
     updates: int
     output: Path
+    parent: Parent | None = None
 
     def digest(self, fingerprint: str, settings: TrainingSettings) -> str:
         """SHA-256 over all that decides the numbers of a run."""
         free = {"cache_dir", "cache_bytes", "checkpoint_every", "validate_every", "workers"}
         parts = [fingerprint, settings.model_dump(exclude=free), self.size, self.updates, self.header]
         parts += [[group.name, group.chunks] for group in (*self.training, *self.validation)]
+        parts += [self.parent.weights_sha256] if self.parent is not None else []
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -87,7 +90,7 @@ class Trainer:
         self._pairs = PairSource(target, settings)
         self._digest = job.digest(target.fingerprint, self._recipe)
         self._loss = objective(self._recipe, target.geometry).to(target.device)
-        self.network = initial_network(target, job.size, self._recipe)
+        self.network = initial_network(target, job.size, self._recipe, job.parent)
         self._parameters = [p for p in self.network.parameters() if p.requires_grad]
         self._optimizers = make_optimizers(self.network, self._recipe)
         self._curve = Curve(job.output / CURVE_FILE)
@@ -107,6 +110,10 @@ class Trainer:
         self._weight = self.statistics.weight.to(self._target.device)
         if self._rank == 0:
             self._curve.begin(update)
+            if self._job.parent is not None and update == 0:  # the best so far is the parent
+                found = self._validate(update)
+                best = found.repaired.nmse
+                self._publish(update, found)
         while update < self._job.updates:
             self._curve.add(self._update(update), write=self._rank == 0)
             update += 1
@@ -140,7 +147,7 @@ class Trainer:
         save_state(self._job.output / STATE_FILE, self.network, self._loss, self._optimizers, progress)
 
     def _set_statistics(self) -> None:
-        if not self._recipe.init_from:
+        if self._job.parent is None:
             sums = measure(self._share(self._recipe.statistics_groups), tuple(self.network.sigma_stale.shape))
             self._add_up(sums.stale, sums.residual, sums.tokens)
             statistics = sums.statistics(self._recipe.residual_floor)
@@ -253,7 +260,6 @@ class Trainer:
         recipe = self._recipe
         return {
             "seed": recipe.seed,
-            "initialization_seed": recipe.initialization_seed,
             "effective_document_batch": recipe.groups_per_update,
             "groups": len(self._job.training),
             "arrangements_per_group": recipe.variants,
@@ -273,7 +279,7 @@ class Trainer:
                 "decay": "cosine",
                 "warmup_fraction": recipe.warmup_fraction,
             },
-            **lineage(recipe),
+            **lineage(recipe, self._job.parent),
             "residual_floor": recipe.residual_floor,
             "matmul_precision": recipe.matmul_precision,
             "validation": {

@@ -17,7 +17,8 @@ from kvcache.target import TargetLLM
 from pipelines import train as job
 from pipelines.training.state import StateError
 from pipelines.training.trainer import STATE_FILE
-from repair.checkpoint import load_repairer, read_config
+from repair.checkpoint import load_repairer
+from repair.checkpoint_config import CheckpointError, read_config
 from tests.tiny import tiny_model_dir, tiny_settings
 
 UPDATES = 4
@@ -103,6 +104,24 @@ def test_two_workers_do_the_work_of_one(
     for name, tensor in one.items():
         if name.startswith("network/"):
             torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_begins_with_a_checkpoint_named_as_the_shell_names_it(
+    untimed: None,
+    alone: tuple[job.TrainPlan, job.TrainReport, list],
+    directory: str,
+    groups: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    what = settings(directory, folder)
+    monkeypatch.chdir(folder)  # workers run elsewhere
+    report = job.train(job.plan(groups, None, "S", 2, Path("more"), what, init_from="alone"), what)
+    assert report.output == str(folder / "more")
+    account = read_config(folder / "more").training
+    assert account["continues"]["training"] == read_config(folder / "alone").training
+    with pytest.raises(CheckpointError, match=r"d_b is 256, and 512 is to be trained \(--size"):
+        job.plan(groups, None, "M", 2, Path("new"), what, init_from="alone")
 
 
 def test_a_run_that_is_done_is_not_done_again(

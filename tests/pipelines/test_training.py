@@ -16,68 +16,15 @@ from safetensors.torch import load_file
 
 from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM
-from pipelines.training.curve import read_curve
-from pipelines.training.groups import TokenGroup
 from pipelines.training.pairs import PairSource, joint_kv
 from pipelines.training.state import StateError
 from pipelines.training.statistics import measure
-from pipelines.training.trainer import CURVE_FILE, STATE_FILE, Trainer, TrainingJob, learning_rate, visits
+from pipelines.training.trainer import CURVE_FILE, STATE_FILE, Trainer, learning_rate, visits
 from pipelines.training.validation import validate
-from repair.checkpoint_config import CheckpointError
-from repair.network import SIZES, RepairConfig, RepairNetwork
-from tests.tiny import tiny_model_dir, tiny_settings
+from repair.network import SIZES, RepairNetwork
+from tests.pipelines.runs import HEADER, curve, job, random_groups, recipe
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-HEADER = (1, 77, 130, 201, 9)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "tiny", RepairConfig(d_b=64, n_blocks=2, n_heads=2, d_seg=8))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_dir(tmp_path_factory.mktemp("training"))
-
-
-@pytest.fixture(scope="module")
-def target(directory: str) -> TargetLLM:
-    return TargetLLM.load(settings=tiny_settings(directory))
-
-
-@pytest.fixture
-def settings(directory: str, tmp_path: Path) -> Settings:
-    return recipe(directory, tmp_path)
-
-
-def recipe(directory: str, folder: Path, **training: object) -> Settings:
-    base = {
-        "cache_dir": str(folder / "cache"),
-        "groups_per_update": 2,
-        "learning_rate": 3e-3,
-        "min_learning_rate": 1e-4,
-        "initial_gate": 1.0,
-        "variants": 2,
-        "checkpoint_every": 5,
-        "validate_every": 10,
-    }
-    return tiny_settings(directory, training={**base, **training})
-
-
-def random_groups(count: int, seed: int = 0) -> list[TokenGroup]:
-    random = Random(seed)
-    return [
-        TokenGroup(
-            f"g{seed}/{g}", tuple(tuple(random.choices(range(3, 384), k=random.randint(5, 24))) for _ in range(3))
-        )
-        for g in range(count)
-    ]
-
-
-def job(output: Path, updates: int, groups: int = 4) -> TrainingJob:
-    return TrainingJob(random_groups(groups), random_groups(2, seed=1), HEADER, "tiny", updates, output)
+pytestmark = pytest.mark.usefixtures("one_thread", "tiny_size")
 
 
 @pytest.mark.parametrize(
@@ -130,56 +77,6 @@ def test_a_variant_is_trained_and_loads_as_what_it_is(
     assert loaded.config == trainer.network.config == SIZES["tiny"].model_copy(update=variant)
 
 
-def test_a_run_begins_with_a_checkpoint_and_its_normalisation(
-    target: TargetLLM, directory: str, tmp_path: Path
-) -> None:
-    first = Trainer(target, job(tmp_path / "first", 10), recipe(directory, tmp_path))
-    first.run()
-    settings = recipe(
-        directory, tmp_path, init_from=str(tmp_path / "first"), learning_rate=1e-30, min_learning_rate=0.0
-    )
-    others = TrainingJob(random_groups(4, seed=2), random_groups(2, seed=1), HEADER, "tiny", 1, tmp_path / "second")
-    Trainer(target, others, settings).run()
-    before, after = (load_file(tmp_path / run / "model.safetensors") for run in ("first", "second"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    account = json.loads((tmp_path / "second" / "config.json").read_text())["training"]
-    assert (account["checkpoint_step"], account["continues"]["checkpoint_step"]) == (1, 10)
-    assert "initial_gate" not in account  # it has none of its own
-    assert str(tmp_path) not in json.dumps(account)
-
-
-def test_a_checkpoint_goes_on_learning(target: TargetLLM, directory: str, tmp_path: Path) -> None:
-    found = {}
-    for run, updates, init_from in (("first", 60, ""), ("second", 60, str(tmp_path / "first"))):
-        trainer = Trainer(target, job(tmp_path / run, updates), recipe(directory, tmp_path, init_from=init_from))
-        trainer.run()
-        found[run] = validate(trainer.network, list(trainer.training_pairs()), trainer.statistics).repaired.nmse
-    assert found["second"] < 0.9 * found["first"]
-
-
-@pytest.mark.parametrize(
-    ("training", "reason"),
-    [
-        ({"attention": "block_diagonal"}, "attention block_causal, not block_diagonal"),
-        ({"reinject": False}, "reinject True, not False"),
-    ],
-)
-def test_a_checkpoint_of_another_variant_is_no_beginning(
-    target: TargetLLM, directory: str, tmp_path: Path, training: dict[str, object], reason: str
-) -> None:
-    Trainer(target, job(tmp_path / "first", 1), recipe(directory, tmp_path)).run()
-    with pytest.raises(CheckpointError, match=reason):
-        Trainer(
-            target,
-            job(tmp_path / "second", 1),
-            recipe(directory, tmp_path, init_from=str(tmp_path / "first"), **training),
-        )
-    with pytest.raises(CheckpointError, match="no such folder"):
-        Trainer(target, job(tmp_path / "second", 1), recipe(directory, tmp_path, init_from="./none"))
-    assert not (tmp_path / "second").exists()
-
-
 def test_layer_0_is_left_alone(target: TargetLLM, settings: Settings, tmp_path: Path) -> None:
     trainer = Trainer(target, job(tmp_path / "out", 20), settings)
     trainer.run()
@@ -215,10 +112,6 @@ def test_a_run_killed_anywhere_ends_with_the_same_weights(
     assert whole.keys() == killed.keys()
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == [], f"killed at {kill_at}"
     assert curve(tmp_path / "whole") == curve(tmp_path / "killed")
-
-
-def curve(output: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_curve(output / CURVE_FILE)]
 
 
 def test_another_runs_state_is_refused(target: TargetLLM, directory: str, tmp_path: Path) -> None:
