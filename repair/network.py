@@ -96,7 +96,8 @@ class StaleEncoder(nn.Module):
         """`[N, S, D]` to `[N, d]`.
 
         Dividing by sigma and adding `b` are done on the weights, which are smaller than the cache. A few segments share
-        a block-diagonal product: its zeros cost less than products of eight columns do.
+        a block-diagonal product: its zeros cost less than products of eight columns do. Letters: `g` groups of `s = t`
+        segments, `e` and `f` all values of a group before and after.
         """
         segments, head_dim, width = self.W.shape
         together = _TOGETHER if segments % _TOGETHER == 0 else 2  # keys and values: the number is even

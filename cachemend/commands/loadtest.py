@@ -79,10 +79,11 @@ def loadtest(
 ) -> None:
     """Measure throughput, time to first token and end-to-end time of a running service under load.
 
-    All methods are measured in one run and take turns, so that a machine that changes falls on all alike. Times are the
-    client's: whatever a request waits for counts. Every question begins with a number of its own, so that no cache
-    above the service can answer it. A client that is refused waits as long as the service asks (Retry-After).
-    Ctrl-C, or an error on the way, writes what there is.
+    All methods and loads are measured in one run and take turns, so that a machine that changes falls on all alike; a
+    service that scales itself is to be measured with --ramp, or with its replicas fixed. Times are the client's:
+    whatever a request waits for counts. Every question begins with a number of its own, so that no cache above the
+    service can answer it. A client that is refused waits as long as the service asks (Retry-After). Ctrl-C, or an error
+    on the way, writes what there is.
 
     Examples:
 
@@ -192,6 +193,8 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Number]) -> li
         found = []
     if not found or not all(0 < one < 1e6 for one in found):
         raise typer.BadParameter(f"{option} {text!r}: give numbers above zero, comma-separated")
+    if option != "--ramp" and len(set(found)) < len(found):
+        raise typer.BadParameter(f"{option} {text!r}: give each number once")
     return found
 
 

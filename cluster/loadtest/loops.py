@@ -184,7 +184,8 @@ def schedule(methods: Sequence[str], loads: Sequence[Load], requests: int, seed:
     A machine that slowly gets faster or slower, or another program that runs for a while, is to fall on all cells
     alike. So the passes over a load are spread evenly over the run, however many there are, around the middle of it.
     Methods take turns: in one pass a random order, in the next that order backwards (A B C C B A), then another random
-    order and its reverse. So do loads with as many passes.
+    order and its reverse. So do loads with as many passes. Loads with a single pass (open loops among them) follow each
+    other in the middle of the run: what drifts between those is not cancelled.
 
     Args:
         methods: to compare.

@@ -16,7 +16,7 @@ _INSTANT_S = 1e-9
 
 
 def summarise(blocks: Sequence[Block], slo_ttft_ms: float | None = None) -> list[dict[str, Any]]:
-    """Cells in the order in which they were begun; times in milliseconds.
+    """Cells in the order of their first blocks; times in milliseconds.
 
     Throughput is measured inside the blocks' windows and counts whole answers. A request that is only partly inside
     counts by the fraction of its time that is: nothing is gained or lost at the edges.

@@ -84,6 +84,7 @@ def test_a_ramp_draws_its_chart(cli: CliRunner) -> None:
         ("--rate nan", "--rate 'nan'"),
         ("--methods ,", "--methods"),
         ("--methods full,full", "once"),
+        ("--concurrency 2,4,2", "once"),
         ("--ramp 1,2 --rate 3", "a run of its own"),
         ("--url 127.0.0.1:8000", "http://127.0.0.1:8000"),
     ],

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from kvcache import compile_stale
 from kvcache.geometry import Geometry
 from kvcache.settings import Attention
-from repair.network import SIZES, RepairConfig, RepairNetwork
+from repair.network import SIZES, RepairConfig, RepairNetwork, StaleEncoder
 from repair.visibility import Visibility
 from tests.repair.methods import TINY, random_network
 
@@ -102,6 +102,16 @@ def test_follows_the_specification(tiny, attention, reinject):
     assert (got[0] - want).abs().max() < 1e-4 * want.abs().max()
     repaired = network.repair(stale, tokens, chunk_ids)
     assert (repaired[0] - (stale[0] + want * network.sigma_delta)).abs().max() < 1e-4 * want.abs().max()
+
+
+@torch.no_grad()
+def test_segments_are_encoded_one_by_one_however_many_there_are():
+    for segments in (2, 6, 8):
+        encoder = StaleEncoder(segments, head_dim=16, width=5, d_b=24)
+        encoder.b.normal_()
+        stale, sigma = torch.randn(7, segments, 16), 0.5 + torch.rand(segments, 16)
+        pieces = [(stale[:, s] / sigma[s]) @ encoder.W[s] + encoder.b[s] for s in range(segments)]
+        assert torch.allclose(encoder(stale, sigma), encoder.norm(encoder.out(torch.cat(pieces, dim=1))), atol=1e-5)
 
 
 COUNTS = {
