@@ -181,9 +181,8 @@ class LoadTest:
 
     def report(self) -> dict[str, Any]:
         """`{"cells": [...], "config": {...}}`, and `"timeline"` of a ramp; see `summary` and `timeline`."""
-        blocks = self.blocks
-        if not self.plan.ramp:
-            blocks = sorted(blocks, key=lambda block: self.plan.loads.index(block.load))
+        places = {load: place for place, load in enumerate(self.plan.loads)}  # a ramp's steps stay as they are
+        blocks = sorted(self.blocks, key=lambda block: places.get(block.load, len(places)))
         report = {"cells": summarise(blocks, self.plan.slo_ttft_ms), "config": self._config()}
         if self.plan.ramp:
             report["timeline"] = timeline(self.blocks, self.samples)
