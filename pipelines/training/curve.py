@@ -20,9 +20,9 @@ class Curve:
         self._path = path
 
     def begin(self, update: int) -> None:
-        """Drop what an interrupted run wrote after its last state: the run goes on after `update`."""
+        """Drop what a run wrote after its last state, from which it goes on: after `update`, or from 0 without one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_curve(self._path) if line["update"] <= update]
+        kept = [line for line in read_curve(self._path) if line["update"] <= update] if update else []
         part = self._path.with_name(f"{self._path.name}.part")
         part.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
         part.replace(self._path)
