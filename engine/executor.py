@@ -8,8 +8,20 @@ set up before a process starts; `Engine` does that for the process both live in.
 
 from __future__ import annotations
 
+import os
+
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+_LAST = 19
 
 
 class OneProcessExecutor(UniProcExecutor):
-    """`UniProcExecutor` by another name: by its own, vLLM replaces it with worker processes on CPU."""
+    """`UniProcExecutor` by another name: by its own, vLLM replaces it with worker processes on CPU.
+
+    It computes at the lowest priority. Its steps never end while requests are decoded; retrieval and repair are short,
+    and a thread of theirs that waits for a core holds up all of them.
+    """
+
+    def _init_executor(self) -> None:
+        os.nice(_LAST)  # of this thread, and of those that it will start: OpenMP's
+        super()._init_executor()

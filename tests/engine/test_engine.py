@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -246,6 +247,12 @@ def _beside(settings):
     from pathlib import Path
 
     return Path(settings.target.model).parent
+
+
+async def test_on_cpu_it_computes_behind_the_stages_before_it(engine):
+    (process,) = engines()
+    busiest = max(process.threads(), key=lambda thread: thread.user_time + thread.system_time)
+    assert os.getpriority(os.PRIO_PROCESS, busiest.id) == 19
 
 
 async def test_bad_sampling_is_the_callers_fault(engine):
