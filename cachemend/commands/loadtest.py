@@ -26,6 +26,7 @@ Number = TypeVar("Number", int, float)
 _CLOSED = (1, 2, 4, 8)
 _REFERENCE = "full"
 _UNSTEADY = 0.9
+_STEADY = 1.1
 _PANEL = "Comparing two runs"
 
 
@@ -259,6 +260,17 @@ def _print(cells: Sequence[Mapping[str, Any]]) -> None:
                 f"{cell['method']}, {_load(cell)}: X * R is {cell['little_ratio']:.2f} of C: "
                 "the load was not steady; more --requests help"
             )
+    _say_how_steady(cells)
+
+
+def _say_how_steady(cells: Sequence[Mapping[str, Any]]) -> None:
+    known = sorted((c for c in cells if c.get("slowness")), key=lambda cell: cell["slowness"])
+    if known and (changed := known[-1]["slowness"] / known[0]["slowness"]) > _STEADY:
+        fastest, slowest = (f"{cell['method']}, {_load(cell)}" for cell in (known[0], known[-1]))
+        ui.say(
+            f"the service itself was not equally fast throughout: the same request alone took {changed:.2f} times as "
+            f"long around {slowest} as around {fastest}; methods under one load are compared more safely than loads"
+        )
 
 
 def _load(cell: Mapping[str, Any]) -> str:

@@ -24,6 +24,10 @@ _NAMES = {
     "ttft_ms.p95": "TTFT p95, ms",
     "e2e_ms.p50": "e2e p50, ms",
     "e2e_ms.p95": "e2e p95, ms",
+    "itl_ms.p50": "ITL p50, ms",
+    "retrieve_ms.p50": "retrieve p50, ms",
+    "mend_ms.p50": "mend p50, ms",
+    "first_token_ms.p50": "engine to first token p50, ms",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import simpy
@@ -21,7 +21,10 @@ from cluster.capacity.targets import Target
 
 @dataclass
 class Job:
-    """One request in an engine. Counts of tokens; `first` and `last` succeed with the first and the last token."""
+    """One request in an engine. Counts of tokens; `first` and `last` succeed with the first and the last token.
+
+    `token_s` is when each came.
+    """
 
     prefix: int
     question: int
@@ -30,6 +33,7 @@ class Job:
     first: simpy.Event
     last: simpy.Event
     uncomputed: int = 0
+    token_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.uncomputed = self.question if self.loaded else self.prefix + self.question
@@ -91,6 +95,7 @@ class Engine:
 
     def _emit(self) -> None:
         for job in self._computed:
+            job.token_s.append(self._env.now)
             if not job.first.triggered:
                 job.first.succeed()
             job.outputs -= 1
@@ -101,46 +106,58 @@ class Engine:
 
 
 class Machine:
-    """What several devices run on at the same time: `n` busy ones each have an n-th of its speed."""
+    """What several devices run on at the same time.
 
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-        self._served_s = 0.0
-        """What something busy from the beginning would have got."""
+    Args:
+        overlap: how many devices' speed they have together when more than one is busy; none has more than its own.
+    """
+
+    def __init__(self, env: simpy.Environment, overlap: float = 1.0) -> None:
+        self._env, self._overlap = env, overlap
         self._since_s = 0.0
-        self._due: dict[simpy.Event, float] = {}
-        """By `_served_s`."""
+        self._left_s: dict[simpy.Event, float] = {}
+        """Of the work at hand, as if alone."""
+        self._weights: dict[simpy.Event, float] = {}
         self._turn = 0
 
-    def work(self, seconds: float) -> simpy.Event:
-        """Succeeds when work that takes that long alone is done."""
-        self._serve()
+    def work(self, seconds: float, weight: float) -> simpy.Event:
+        """Succeeds when work that takes that long alone is done; a device's share is that of its weight."""
+        self._advance()
         done = self._env.event()
-        self._due[done] = self._served_s + seconds
+        self._left_s[done], self._weights[done] = seconds, weight
         self._plan()
         return done
 
-    def _serve(self) -> None:
-        """Count what was got since the number of busy devices last changed."""
-        self._served_s += (self._env.now - self._since_s) / max(len(self._due), 1)
+    def _speed(self, work: simpy.Event) -> float:
+        if len(self._weights) == 1:
+            return 1.0
+        return min(self._overlap * self._weights[work] / sum(self._weights.values()), 1.0)
+
+    def _advance(self) -> None:
+        """Count what was done since the set of busy devices last changed."""
+        for work in self._left_s:
+            self._left_s[work] -= (self._env.now - self._since_s) * self._speed(work)
         self._since_s = self._env.now
 
     def _plan(self) -> None:
         """Wait for the next end, unless something comes before it."""
         self._turn += 1
-        if self._due:
-            left = max(min(self._due.values()) - self._served_s, 0.0)
-            ends = self._env.timeout(left * len(self._due), value=self._turn)
+        if self._left_s:
+            seconds, work = min(
+                ((max(left, 0.0) / self._speed(work), work) for work, left in self._left_s.items()),
+                key=lambda one: one[0],
+            )
+            ends = self._env.timeout(seconds, value=(self._turn, work))
             assert ends.callbacks is not None
             ends.callbacks.append(self._end)
 
     def _end(self, ends: simpy.Event) -> None:
-        if ends.value != self._turn:
+        turn, work = ends.value
+        if turn != self._turn:
             return
-        self._serve()
-        done = min(self._due, key=lambda each: self._due[each])
-        del self._due[done]
-        done.succeed()
+        self._advance()
+        del self._left_s[work], self._weights[work]
+        work.succeed()
         self._plan()
 
 
@@ -149,11 +166,14 @@ class Device:
 
     Args:
         machine: what it runs on together with other devices; None has it to itself.
+        weight: its part of that machine's speed, against the weights of others.
     """
 
-    def __init__(self, env: simpy.Environment, units: int = 1, machine: Machine | None = None) -> None:
+    def __init__(
+        self, env: simpy.Environment, units: int = 1, machine: Machine | None = None, weight: float = 1.0
+    ) -> None:
         self.busy_s = 0.0
-        self._env, self._machine = env, machine
+        self._env, self._machine, self._weight = env, machine, weight
         self.units = simpy.Resource(env, units)
 
     def use(self, seconds: Any) -> Generator[simpy.Event, Any, None]:
@@ -162,4 +182,4 @@ class Device:
             yield turn
             held = seconds() if callable(seconds) else seconds
             self.busy_s += held
-            yield self._machine.work(held) if self._machine else self._env.timeout(held)
+            yield self._machine.work(held, self._weight) if self._machine else self._env.timeout(held)

@@ -36,6 +36,16 @@ class Percentiles(BaseModel):
     p95: PositiveFloat | None = None
 
 
+class StageTimes(BaseModel):
+    """What the service says of its stages, waiting for them included."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    retrieve: Percentiles = Percentiles()
+    mend: Percentiles = Percentiles()
+    first_token: Percentiles = Percentiles()
+
+
 class Samples(BaseModel):
     """Tokens of each answered request of a cell."""
 
@@ -58,11 +68,15 @@ class Cell(BaseModel):
     throughput_rps: NonNegativeFloat
     ttft_ms: Percentiles = Percentiles()
     e2e_ms: Percentiles = Percentiles()
+    itl_ms: Percentiles = Percentiles()
+    stages_ms: StageTimes = StageTimes()
     prompt_tokens: PositiveFloat | None = None
     """Mean tokens of a prompt, question included."""
     completion_tokens: PositiveFloat | None = None
     """Mean tokens of an answer."""
     samples_tokens: Samples = Samples()
+    slowness: PositiveFloat | None = None
+    """Time of a reference request around the cell's blocks, relative to the run's median."""
 
     @property
     def modelled(self) -> Method | None:

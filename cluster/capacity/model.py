@@ -85,6 +85,9 @@ class Stages:
         outside_s: seconds of a request in which no device works for it (client, HTTP, routing).
         retrieval_s: seconds of a retriever for one question.
         read_s_per_token: seconds of the engine to read one token's KV, which each step does for all its requests.
+        assemble_s_per_token: seconds of a repair node to put one token's KV together (fetch, rotary, hand-off).
+        overlap: how many busy devices' worth of work a time-shared machine does at once: 1 when they take each other's
+            cores, more when one alone leaves cores idle.
     """
 
     step_s: float
@@ -94,6 +97,8 @@ class Stages:
     outside_s: float
     retrieval_s: float = 0.0
     read_s_per_token: float = 0.0
+    assemble_s_per_token: float = 0.0
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ class Cluster:
         first_byte_s: seconds until the object store sends a chunk's first byte.
         storage_bytes_per_s: of one repair node, from the object store.
         hop_bytes_per_s: of one repair node, to the engines.
-        time_shared: without repairers: engine, repair and retrieval work at the same time, each the slower for
-            it, as processes on the same cores do; if not, one after the other, as kernels of one process do.
+        time_shared: without repairers: engine and repair work at the same time, each the slower for it, as processes
+            on the same cores do; if not, one after the other, as kernels of one process do.
     """
 
     engines: int = 1
@@ -151,6 +156,7 @@ class Outcome:
         throughput_rps: completed requests per second.
         ttft_s: seconds from sending to first token, per request, in the order of sending, `[requests]`.
         e2e_s: seconds from sending to last token, likewise.
+        itl_s: seconds between a request's tokens, of all requests, `[gaps]`.
         parts_s: what of `ttft_s` was spent at the retrievers, the repairers (links included) and the engines, waiting
             included, by these names, `[requests]`.
         busy: share of the time that each kind of thing was in use, by kind.
@@ -159,6 +165,7 @@ class Outcome:
     throughput_rps: float
     ttft_s: np.ndarray
     e2e_s: np.ndarray
+    itl_s: np.ndarray
     parts_s: dict[str, np.ndarray]
     busy: dict[str, float]
 

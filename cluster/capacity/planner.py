@@ -205,10 +205,11 @@ def _carried_over(stages: Stages, measured: Target, target: Target) -> Stages:
         stages,
         load_s_per_token=stages.load_s_per_token * target.kv_bytes(1) / measured.kv_bytes(1),
         read_s_per_token=stages.read_s_per_token * target.kv_bytes(1) / measured.kv_bytes(1),
+        assemble_s_per_token=stages.assemble_s_per_token * target.kv_bytes(1) / measured.kv_bytes(1),
         step_s=stages.step_s * target.geometry.n_layers / measured.geometry.n_layers,
     )
 
 
 def _middle(test: LoadTest) -> int:
     there = test.concurrencies
-    return there[(len(there) - 1) // 2]
+    return there[len(there) // 2]  # the more loaded of two: an idle machine says little about a loaded one

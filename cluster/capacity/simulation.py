@@ -23,6 +23,8 @@ from cluster.capacity.engine import Device, Engine, Job, Machine
 from cluster.capacity.model import Closed, Cluster, Load, Method, Open, Outcome, Stages, Workload
 from cluster.capacity.targets import Target
 
+_AHEAD = 2.4
+"""Share of a time-shared machine that repair has against the engine: Linux's at nice 15 (Ray's processes) and 19."""
 Steps = Generator[simpy.Event, Any, None]
 
 
@@ -54,6 +56,7 @@ def simulate(
         throughput_rps=run.throughput(lead_in),
         ttft_s=(run.first_s - run.sent_s)[lead_in:],
         e2e_s=(run.end_s - run.sent_s)[lead_in:],
+        itl_s=np.concatenate([np.diff(token_s) for token_s in run.token_s[lead_in:]]),
         parts_s={name: seconds[lead_in:] for name, seconds in run.parts_s.items()},
         busy={
             name: float(sum(d.busy_s for d in devices) / seconds / units)
@@ -89,6 +92,7 @@ class _Run:
         self.env = simpy.Environment()
         self.sent_s, self.first_s, self.end_s = np.zeros(requests), np.zeros(requests), np.zeros(requests)
         self.parts_s = {name: np.zeros(requests) for name in ("retrievers", "repairers", "engines")}
+        self.token_s: list[list[float]] = [[] for _ in range(requests)]
         self._dry_s: float | None = None
         self._method, self._target, self._workload = method, target, workload
         self._stages, self._cluster = stages, cluster
@@ -99,13 +103,13 @@ class _Run:
         self._gaps = rng.exponential(1.0, requests)
 
         in_turn = not cluster.repairers and not cluster.time_shared
-        machine = Machine(self.env) if cluster.time_shared else None
+        machine = Machine(self.env, stages.overlap) if cluster.time_shared else None
         engines = [Device(self.env, machine=machine) for _ in range(cluster.engines)]
         self._engines = [Engine(self.env, device, target, stages, cluster) for device in engines]
-        apart = [Device(self.env, machine=machine) for _ in range(cluster.repairers or cluster.engines)]
+        apart = [Device(self.env, machine=machine, weight=_AHEAD) for _ in range(cluster.repairers or cluster.engines)]
         repairers = engines if in_turn else apart
         self._nodes = [_Node(device, Device(self.env), Device(self.env)) for device in repairers]
-        self._retriever = None if in_turn else Device(self.env, cluster.retrievers, machine)
+        self._retriever = None if in_turn else Device(self.env, cluster.retrievers)
         self.kinds = {
             "engine": (engines, len(engines)),
             "storage link": ([node.storage for node in self._nodes], len(self._nodes)),
@@ -173,6 +177,7 @@ class _Run:
         for seconds, (begin, end) in zip(self.parts_s.values(), itertools.pairwise(reached), strict=True):
             seconds[index] = end - begin
         yield job.last
+        self.token_s[index] = job.token_s
         self.end_s[index] = self.env.now
 
     def _mend(self, node: _Node, prefix: int, missing: int) -> Steps:
@@ -181,6 +186,8 @@ class _Run:
             fetched = self._target.stored_bytes(prefix) * missing / self._workload.top_k
             yield self.env.timeout(cluster.first_byte_s)
             yield from node.storage.use(fetched / cluster.storage_bytes_per_s)
+        if self._stages.assemble_s_per_token:
+            yield self.env.timeout(prefix * self._stages.assemble_s_per_token)
         if self._method == "repaired":
             seconds = self._target.repair_macs(prefix) / self._stages.repair_macs_per_s
             if cluster.repairers:  # on a device of its own, the stale KV has to be copied there as well

@@ -84,6 +84,7 @@ class LoadTest:
         corpora: tried in this order until the service knows one; None is the service's default.
         tell: called with block and its number of rows after every request; a ramp's number is its seconds.
         warmed: called once after the warm-up with its rows.
+        references: one and the same request alone, before each block and after the last.
         complete: whether `run` came to its end.
     """
 
@@ -94,6 +95,7 @@ class LoadTest:
     warmed: Callable[[Sequence[Row]], None] = lambda _: None
     blocks: list[Block] = field(default_factory=list)
     warm_up: list[Row] = field(default_factory=list)
+    references: list[Row] = field(default_factory=list)
     samples: list[ReplicaSample] = field(default_factory=list)
     started_at: str = ""
     model: str | None = None
@@ -101,8 +103,8 @@ class LoadTest:
 
     @property
     def rows(self) -> list[Row]:
-        """Every request that has ended, warm-up first."""
-        return [*self.warm_up, *(row for block in self.blocks for row in block.rows)]
+        """Every request that has ended: warm-up, references, blocks."""
+        return [*self.warm_up, *self.references, *(row for block in self.blocks for row in block.rows)]
 
     async def run(self) -> None:
         """Measure. What is there when it is cancelled stays, and can be reported.
@@ -121,13 +123,15 @@ class LoadTest:
             self.warmed(self.warm_up)
             if plan.ramp:
                 await self._ramps(driver)
-            for block, count, first in (
-                [] if plan.ramp else schedule(plan.methods, plan.loads, plan.requests, plan.seed)
-            ):
+            blocks = [] if plan.ramp else schedule(plan.methods, plan.loads, plan.requests, plan.seed)
+            for block, count, first in blocks:
+                await self._refer(driver)
                 self.blocks.append(block)
                 driver.tell = lambda _, block=block: self.tell(block, len(block.rows))
                 send = driver.open if block.load.concurrency is None else driver.closed
                 await send(block, count, first)
+            if blocks:
+                await self._refer(driver)
         self.complete = True
 
     async def _warm_up(self, driver: Driver, method: str) -> None:
@@ -154,6 +158,11 @@ class LoadTest:
             else:
                 break
         return row
+
+    async def _refer(self, driver: Driver) -> None:
+        """Ask the idle service the same again: how its speed changes during the run."""
+        driver.tell = lambda _: None
+        self.references.append(await driver.one(Block(-1, self.plan.methods[0], Load(concurrency=1)), 0, "reference"))
 
     async def _ramps(self, driver: Driver) -> None:
         plan = self.plan
@@ -183,7 +192,9 @@ class LoadTest:
         """`{"cells": [...], "config": {...}}`, and `"timeline"` of a ramp; see `summary` and `timeline`."""
         places = {load: place for place, load in enumerate(self.plan.loads)}  # a ramp's steps stay as they are
         blocks = sorted(self.blocks, key=lambda block: places.get(block.load, len(places)))
-        report = {"cells": summarise(blocks, self.plan.slo_ttft_ms), "config": self._config()}
+        # Retrieval may find other chunks for the same question: each has a number of its own.
+        references = [row.ttft_ms / max(row.prompt_tokens, 1) if row.error is None else None for row in self.references]
+        report = {"cells": summarise(blocks, self.plan.slo_ttft_ms, references), "config": self._config()}
         if self.plan.ramp:
             report["timeline"] = timeline(self.blocks, self.samples)
         return report

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,9 @@ PERCENTILES = (50, 95, 99)
 _INSTANT_S = 1e-9
 
 
-def summarise(blocks: Sequence[Block], slo_ttft_ms: float | None = None) -> list[dict[str, Any]]:
+def summarise(
+    blocks: Sequence[Block], slo_ttft_ms: float | None = None, references: Sequence[float | None] = ()
+) -> list[dict[str, Any]]:
     """Cells in the order of their first blocks; times in milliseconds.
 
     Throughput is measured inside the blocks' windows and counts whole answers. A request that is only partly inside
@@ -24,12 +27,28 @@ def summarise(blocks: Sequence[Block], slo_ttft_ms: float | None = None) -> list
     Args:
         blocks: with their rows.
         slo_ttft_ms: objective for the time to first token; goodput is None without one.
+        references: time of one and the same request alone before each block, by the block's number, and after the
+            last; None where it failed. A cell's `slowness` is that of its blocks, relative to the run's median.
     """
+    slowness = _slowness(references)
     cells: dict[tuple[str, Load], list[Block]] = {}
     for block in blocks:
         if any(row.phase == "counted" for row in block.rows):
             cells.setdefault((block.method, block.load), []).append(block)
-    return [_cell(method, load, own, blocks, slo_ttft_ms) for (method, load), own in cells.items()]
+    return [
+        {
+            **_cell(method, load, own, blocks, slo_ttft_ms),
+            "slowness": _mean([slowness[b.number] for b in own if b.number in slowness]),
+        }
+        for (method, load), own in cells.items()
+    ]
+
+
+def _slowness(references: Sequence[float | None]) -> dict[int, float]:
+    """By block whose references before and after it are both there."""
+    around = {number: pair for number, pair in enumerate(itertools.pairwise(references)) if all(pair)}
+    typical = np.median([time for time in references if time]) if around else 1.0
+    return {number: float(np.mean(pair) / typical) for number, pair in around.items()}
 
 
 def _cell(

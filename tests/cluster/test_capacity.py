@@ -118,6 +118,41 @@ def test_one_client_has_a_shared_machine_to_itself(method: Method) -> None:
     assert at_once.e2e_s == pytest.approx(in_turn.e2e_s)
 
 
+@pytest.mark.parametrize(("overlap", "together_s"), [(0.8, 2.5), (1.0, 2.0), (1.5, 4 / 3), (3.0, 1.0)])
+def test_a_machine_does_as_much_at_once_as_its_overlap_says(overlap: float, together_s: float) -> None:
+    for devices, expected in ((1, 1.0), (2, together_s)):
+        env = simpy.Environment()
+        machine = Machine(env, overlap)
+        for _ in range(devices):
+            env.process(Device(env, machine=machine).use(1.0))
+        env.run()
+        assert env.now == pytest.approx(expected)
+
+
+def test_a_machine_is_shared_by_weight() -> None:
+    """Three to one: the first has done its second of work after 4/3, the other then has 2/3 left to do alone."""
+    env = simpy.Environment()
+    machine, ends = Machine(env), []
+
+    def work(weight: float) -> Generator[simpy.Event, None, None]:
+        yield from Device(env, machine=machine, weight=weight).use(1.0)
+        ends.append(env.now)
+
+    for weight in (3.0, 1.0):
+        env.process(work(weight))
+    env.run()
+    assert ends == pytest.approx([4 / 3, 2.0])
+
+
+def test_reused_kv_is_put_together_before_the_engine_sees_it() -> None:
+    stages = replace(ONLY_STEPS, assemble_s_per_token=1e-4)
+    for method, seconds in (("full", 0.0), ("stale", (1000 + 24) * 1e-4)):
+        seen = simulate(method, Closed(1), TARGET, fixed(3, 1000), stages, Cluster(time_shared=True), requests=4)
+        assert seen.ttft_s == pytest.approx(STEP_S + seconds)
+        assert seen.parts_s["repairers"] == pytest.approx(seconds)
+        assert seen.itl_s == pytest.approx([STEP_S] * 4 * 2)
+
+
 def test_requests_in_one_batch_share_its_steps() -> None:
     for clients in (1, 8):
         seen = simulate("stale", Closed(clients), TARGET, fixed(10), ONLY_STEPS, Cluster(max_num_seqs=8))

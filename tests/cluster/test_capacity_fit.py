@@ -97,6 +97,27 @@ def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
     assert max(abs(one.error) for one in throughputs) < 0.15
 
 
+def test_a_cell_measured_while_the_machine_was_slow_is_taken_at_its_usual_speed() -> None:
+    here = Installation(TARGET, Workload(mean_tokens=1000, output_tokens=4, fixed_outputs=True), published.CLUSTER)
+    usual = measured_with(published.PRIOR, here, (2,))
+    slow = LoadTest(
+        cells=[
+            cell.model_copy(
+                update={
+                    "throughput_rps": cell.throughput_rps / 1.3,
+                    "ttft_ms": Percentiles(p50=cell.ttft_ms.p50 * 1.3, p95=cell.ttft_ms.p95 * 1.3),
+                    "e2e_ms": Percentiles(p50=cell.e2e_ms.p50 * 1.3, p95=cell.e2e_ms.p95 * 1.3),
+                    "slowness": 1.3,
+                }
+            )
+            for cell in usual.cells
+        ]
+    )
+    found = [[(one.name, one.measured) for one in predict(test, here, published.PRIOR, 2)] for test in (usual, slow)]
+    assert [name for name, _ in found[0]] == [name for name, _ in found[1]]
+    assert [value for _, value in found[0]] == pytest.approx([value for _, value in found[1]])
+
+
 def test_open_loops_steps_of_a_ramp_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
     path = tmp_path / "test.json"
     cells = [

@@ -15,6 +15,7 @@ from cluster.loadtest.loops import Driver
 from cluster.loadtest.rows import Block, Load, Row
 from cluster.loadtest.run import LoadTest, Plan, ServiceUnusableError
 from cluster.loadtest.sender import Sender
+from cluster.loadtest.summary import summarise
 from cluster.loadtest.workload import Question, Workload
 from tests.cluster.queueing_server import QueueingServer
 from tests.cluster.virtual_time import SimulatedService, run_virtually
@@ -70,6 +71,38 @@ def test_warm_up_and_lead_in_are_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert [phases.count(name) for name in ("warm-up", "lead-in", "counted")] == [2, 2 * 2 * 2, 2 * 8]
     assert [row.e2e_ms for row in test.warm_up] == pytest.approx([1500, 1500])
     assert [cell["e2e_ms"]["p99"] for cell in test.report()["cells"]] == pytest.approx([20, 20])
+
+
+def test_a_service_that_changes_its_speed_is_seen_by_a_request_that_stays_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service_s = itertools.chain([0.1] * 9, itertools.repeat(0.2))  # in the middle of a warm-up, a block, a block
+    monkeypatch.setattr(run, "Sender", lambda *_: SimulatedService(2, lambda: next(service_s), first_s=None))
+    test = LoadTest(Plan(url="", concurrency=[2], requests=8, methods=["stale"], warm_up=1), Workload(QUESTIONS))
+    run_virtually(test.run())
+    (cell,) = test.report()["cells"]
+    assert [row.ttft_ms for row in test.references] == pytest.approx([100, 100, 200])
+    assert len({row.question_id for row in test.references}) == 1
+    assert cell["slowness"] == pytest.approx((1 + 1.5) / 2)  # around the first block, around the second
+    assert cell["requests"] == sum(row.phase == "counted" for row in test.rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("references", "slowness"),
+    [
+        ([4.0, 6.0, 10.0], [5 / 6, 8 / 6]),
+        ([4.0, None, 6.0], [None, None]),
+        ([4.0, 6.0], [1.0, None]),  # stopped in the second block
+        ([], [None, None]),
+    ],
+)
+def test_a_cell_is_as_slow_as_the_references_around_it(references: list[float | None], slowness: list[float]) -> None:
+    blocks = []
+    for number, clients in enumerate((1, 2)):
+        row = Row("stale", clients, None, number, "counted", 0, "q", "r", 0.0, 0.1, 0.2, 200)
+        blocks.append(Block(number, "stale", Load(concurrency=clients), [row], (0.0, 1.0)))
+    found = [cell["slowness"] for cell in summarise(blocks, references=references)]
+    assert found == [pytest.approx(one, abs=1e-4) if one else None for one in slowness]
 
 
 def test_cells_are_reported_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

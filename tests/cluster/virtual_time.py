@@ -41,7 +41,7 @@ class SimulatedService:
 
     Args:
         service_s: of a request, whole; called once for each.
-        first_s: of it, until the first token.
+        first_s: of it, until the first token; None when that comes with the end.
         queue: requests that may wait; one more is refused, and told to wait `wait_s`.
     """
 
@@ -49,7 +49,7 @@ class SimulatedService:
         self,
         slots: int,
         service_s: Callable[[], float],
-        first_s: float = 0.0,
+        first_s: float | None = 0.0,
         queue: int | None = None,
         wait_s: float = 0.0,
     ) -> None:
@@ -80,9 +80,10 @@ class SimulatedService:
                 return row
             async with self._free:
                 service_s = self._service_s()
-                await asyncio.sleep(self._first_s)
+                first_s = service_s if self._first_s is None else self._first_s
+                await asyncio.sleep(first_s)
                 row.token_s.append(self.now())
-                await asyncio.sleep(service_s - self._first_s)
+                await asyncio.sleep(service_s - first_s)
             row.status, row.first_token_s = 200, row.token_s[0]
             return row
         finally:
