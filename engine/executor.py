@@ -23,5 +23,5 @@ class OneProcessExecutor(UniProcExecutor):
     """
 
     def _init_executor(self) -> None:
-        os.nice(_LAST)  # of this thread, and of those that it will start: OpenMP's
+        os.nice(_LAST)  # of this thread, and of those that come later: OpenMP's, and vLLM's own for messages
         super()._init_executor()

@@ -27,7 +27,7 @@ _NAMES = {
     "itl_ms.p50": "ITL p50, ms",
     "retrieve_ms.p50": "retrieve p50, ms",
     "mend_ms.p50": "mend p50, ms",
-    "first_token_ms.p50": "engine to first token p50, ms",
+    "first_token_ms.p50": "first token p50, ms",
 }
 
 

@@ -118,6 +118,7 @@ class Machine:
         self._left_s: dict[simpy.Event, float] = {}
         """Of the work at hand, as if alone."""
         self._weights: dict[simpy.Event, float] = {}
+        self._speed: dict[simpy.Event, float] = {}
         self._turn = 0
 
     def work(self, seconds: float, weight: float) -> simpy.Event:
@@ -128,26 +129,27 @@ class Machine:
         self._plan()
         return done
 
-    def _speed(self, work: simpy.Event) -> float:
-        if len(self._weights) == 1:
-            return 1.0
-        return min(self._overlap * self._weights[work] / sum(self._weights.values()), 1.0)
+    def _share_out(self) -> None:
+        """Speeds by weight; what one has no use for, because its own is the limit, goes to the others."""
+        speed, weight = self._overlap if len(self._left_s) > 1 else 1.0, sum(self._weights.values())
+        for work in sorted(self._weights, key=lambda each: self._weights[each], reverse=True):
+            self._speed[work] = min(speed * self._weights[work] / weight, 1.0)
+            speed, weight = speed - self._speed[work], weight - self._weights[work]
 
     def _advance(self) -> None:
         """Count what was done since the set of busy devices last changed."""
         for work in self._left_s:
-            self._left_s[work] -= (self._env.now - self._since_s) * self._speed(work)
+            self._left_s[work] -= (self._env.now - self._since_s) * self._speed[work]
         self._since_s = self._env.now
 
     def _plan(self) -> None:
         """Wait for the next end, unless something comes before it."""
         self._turn += 1
+        self._share_out()
         if self._left_s:
-            seconds, work = min(
-                ((max(left, 0.0) / self._speed(work), work) for work, left in self._left_s.items()),
-                key=lambda one: one[0],
-            )
-            ends = self._env.timeout(seconds, value=(self._turn, work))
+            seconds = {work: max(left, 0.0) / self._speed[work] for work, left in self._left_s.items()}
+            first = min(seconds, key=lambda work: seconds[work])
+            ends = self._env.timeout(seconds[first], value=(self._turn, first))
             assert ends.callbacks is not None
             ends.callbacks.append(self._end)
 
@@ -156,7 +158,7 @@ class Machine:
         if turn != self._turn:
             return
         self._advance()
-        del self._left_s[work], self._weights[work]
+        del self._left_s[work], self._weights[work], self._speed[work]
         work.succeed()
         self._plan()
 

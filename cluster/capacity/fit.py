@@ -102,11 +102,11 @@ def predict(
 ) -> list[Prediction]:
     """Every number of the load test beside the simulation's, the mean of that many runs with different seeds."""
     cells = [cell for cell in test.cells if cell.modelled]
-    repeated = [list(_compare(test, cells, installation, stages, seed, fitted_at)) for seed in range(runs)]
-    return [
-        replace(same[0], predicted=float(np.mean([one.predicted for one in same])))
-        for same in zip(*repeated, strict=True)
-    ]
+    same: dict[tuple[str, int, str], list[Prediction]] = {}
+    for seed in range(runs):
+        for one in _compare(test, cells, installation, stages, seed, fitted_at):
+            same.setdefault((one.method, one.concurrency, one.name), []).append(one)
+    return [replace(runs[0], predicted=float(np.mean([one.predicted for one in runs]))) for runs in same.values()]
 
 
 def guess_stages(test: LoadTest, installation: Installation) -> Stages:
@@ -185,20 +185,28 @@ def _replayed(cell: Cell, blocks: int, where: Installation, stages: Stages, seed
 
 
 def _numbers(cell: Cell, seen: Sequence[Outcome]) -> Iterator[tuple[str, float, float]]:
-    slowness = cell.slowness or 1.0  # the machine as it was on average over the run, not just then
-    yield "throughput_rps", cell.throughput_rps * slowness, float(np.mean([block.throughput_rps for block in seen]))
-    told = cell.stages_ms
-    for name, percentiles, times in (
-        ("ttft_ms", cell.ttft_ms, [block.ttft_s for block in seen]),
-        ("e2e_ms", cell.e2e_ms, [block.e2e_s for block in seen]),
-        ("itl_ms", Percentiles(p50=cell.itl_ms.p50), [block.itl_s for block in seen]),
-        ("retrieve_ms", Percentiles(p50=told.retrieve.p50), [block.parts_s["retrievers"] for block in seen]),
-        ("mend_ms", Percentiles(p50=told.mend.p50), [block.parts_s["repairers"] for block in seen]),
-        ("first_token_ms", Percentiles(p50=told.first_token.p50), [block.parts_s["engines"] for block in seen]),
-    ):
-        if name == "mend_ms" and cell.modelled == "full":
-            continue
+    """Names, what was measured, and what the model says of a machine as slow as it was then."""
+    slowness = cell.slowness or 1.0
+    yield "throughput_rps", cell.throughput_rps, float(np.mean([block.throughput_rps for block in seen])) / slowness
+    for name, percentiles, blocks_s in _times(cell, seen):
+        times_s = np.concatenate(blocks_s)
         for field, percent in (("p50", 50), ("p95", 95)):
             measured = getattr(percentiles, field)
-            if measured is not None:
-                yield f"{name}.{field}", measured / slowness, float(np.percentile(np.concatenate(times), percent)) * 1e3
+            if measured is not None and times_s.size:
+                yield f"{name}.{field}", measured, float(np.percentile(times_s, percent)) * 1e3 * slowness
+
+
+def _times(cell: Cell, seen: Sequence[Outcome]) -> Iterator[tuple[str, Percentiles, list[np.ndarray]]]:
+    yield "ttft_ms", cell.ttft_ms, [block.ttft_s for block in seen]
+    yield "e2e_ms", cell.e2e_ms, [block.e2e_s for block in seen]
+    itl, tpot = cell.itl_ms.p50, cell.tpot_ms.p50
+    if itl and tpot and itl > tpot / 10:  # else its pieces are not tokens
+        yield "itl_ms", Percentiles(p50=itl), [block.itl_s for block in seen]
+    told = cell.stages_ms
+    for name, stage, part in (
+        ("retrieve_ms", told.retrieve, "retrievers"),
+        ("mend_ms", told.mend, "repairers"),
+        ("first_token_ms", told.first_token, "engines"),
+    ):
+        if (cell.modelled, part) != ("full", "repairers"):  # there is nothing to mend: the service only passes it on
+            yield name, Percentiles(p50=stage.p50), [block.parts_s[part] for block in seen]

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -27,13 +28,17 @@ class LoadTestError(ValueError):
     """The file cannot be used; the message names it, the field, and what was expected."""
 
 
+Measured = Annotated[PositiveFloat | None, BeforeValidator(lambda value: value or None)]
+"""Nothing takes no time: a zero was not measured either."""
+
+
 class Percentiles(BaseModel):
     """Milliseconds; what was not measured is None."""
 
     model_config = ConfigDict(extra="ignore")
 
-    p50: PositiveFloat | None = None
-    p95: PositiveFloat | None = None
+    p50: Measured = None
+    p95: Measured = None
 
 
 class StageTimes(BaseModel):
@@ -69,14 +74,17 @@ class Cell(BaseModel):
     ttft_ms: Percentiles = Percentiles()
     e2e_ms: Percentiles = Percentiles()
     itl_ms: Percentiles = Percentiles()
+    """Between pieces of text, which may hold several tokens or come in bursts; see `tpot_ms`."""
+    tpot_ms: Percentiles = Percentiles()
+    """Per token after the first, over a whole answer."""
     stages_ms: StageTimes = StageTimes()
     prompt_tokens: PositiveFloat | None = None
     """Mean tokens of a prompt, question included."""
     completion_tokens: PositiveFloat | None = None
     """Mean tokens of an answer."""
     samples_tokens: Samples = Samples()
-    slowness: PositiveFloat | None = None
-    """Time of a reference request around the cell's blocks, relative to the run's median."""
+    slowness: Measured = None
+    """How long a reference request took around the cell's blocks, relative to the run's median."""
 
     @property
     def modelled(self) -> Method | None:

@@ -85,7 +85,8 @@ class Stages:
         outside_s: seconds of a request in which no device works for it (client, HTTP, routing).
         retrieval_s: seconds of a retriever for one question.
         read_s_per_token: seconds of the engine to read one token's KV, which each step does for all its requests.
-        assemble_s_per_token: seconds of a repair node to put one token's KV together (fetch, rotary, hand-off).
+        assemble_s_per_token: seconds of a repair node to put one token's KV together (copies from host memory, rotary
+            embedding, hand-off), for one request at a time.
         overlap: how many busy devices' worth of work a time-shared machine does at once: 1 when they take each other's
             cores, more when one alone leaves cores idle.
     """
@@ -107,8 +108,8 @@ class Cluster:
 
     Attributes:
         engines: engines; each decodes up to `max_num_seqs` requests in one batch.
-        repairers: repair devices. 0: repair runs on the engine's own device, and retrieval does too.
-        retrievers: retrieval replicas, where there are repairers.
+        repairers: repair devices. 0: repair runs on the engine's own device, and retrieval does too unless time-shared.
+        retrievers: retrieval replicas, where they have devices of their own.
         max_num_seqs: most requests in an engine's batch.
         batch_tokens: most tokens computed in one engine step (chunked prefill).
         host_hit_rate: share of chunks found in host memory.

@@ -156,7 +156,7 @@ def _plans(sizer: Sizer, demand: Demand) -> tuple[list[Plan], dict[Method, str]]
 
 
 def _measured_here(question: Question, test: LoadTest, settings: Settings) -> Installation:
-    """The installation that a load test of ours was made on: all stages share one device.
+    """The installation that a load test of ours was made on: engine and repair share its cores.
 
     Lengths are the load test's, then the question's, then what the settings make likely.
     """

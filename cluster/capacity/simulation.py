@@ -56,7 +56,7 @@ def simulate(
         throughput_rps=run.throughput(lead_in),
         ttft_s=(run.first_s - run.sent_s)[lead_in:],
         e2e_s=(run.end_s - run.sent_s)[lead_in:],
-        itl_s=np.concatenate([np.diff(token_s) for token_s in run.token_s[lead_in:]]),
+        itl_s=np.concatenate([np.empty(0), *(np.diff(token_s) for token_s in run.token_s[lead_in:])]),
         parts_s={name: seconds[lead_in:] for name, seconds in run.parts_s.items()},
         busy={
             name: float(sum(d.busy_s for d in devices) / seconds / units)
@@ -67,9 +67,10 @@ def simulate(
 
 @dataclass
 class _Node:
-    """A repair node: its device and its links, and how many requests it works for."""
+    """A repair node: its device, what puts KV together, its links, and how many requests it works for."""
 
     device: Device
+    assembly: Device
     storage: Device
     hop: Device
     jobs: int = 0
@@ -108,11 +109,12 @@ class _Run:
         self._engines = [Engine(self.env, device, target, stages, cluster) for device in engines]
         apart = [Device(self.env, machine=machine, weight=_AHEAD) for _ in range(cluster.repairers or cluster.engines)]
         repairers = engines if in_turn else apart
-        self._nodes = [_Node(device, Device(self.env), Device(self.env)) for device in repairers]
+        self._nodes = [_Node(device, Device(self.env), Device(self.env), Device(self.env)) for device in repairers]
         self._retriever = None if in_turn else Device(self.env, cluster.retrievers)
         self.kinds = {
             "engine": (engines, len(engines)),
             "storage link": ([node.storage for node in self._nodes], len(self._nodes)),
+            "assembly": ([node.assembly for node in self._nodes], len(self._nodes)),
             "KV hop": ([node.hop for node in self._nodes], len(self._nodes)),
         }
         if self._retriever:
@@ -187,7 +189,7 @@ class _Run:
             yield self.env.timeout(cluster.first_byte_s)
             yield from node.storage.use(fetched / cluster.storage_bytes_per_s)
         if self._stages.assemble_s_per_token:
-            yield self.env.timeout(prefix * self._stages.assemble_s_per_token)
+            yield from node.assembly.use(prefix * self._stages.assemble_s_per_token)
         if self._method == "repaired":
             seconds = self._target.repair_macs(prefix) / self._stages.repair_macs_per_s
             if cluster.repairers:  # on a device of its own, the stale KV has to be copied there as well

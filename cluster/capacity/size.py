@@ -131,6 +131,7 @@ class Sizer:
         missed = self.target.stored_bytes(tokens) * (1 - self._hit_rate(demand, nodes))
         seconds = {
             "storage link": missed / self.hardware.storage_bytes_per_s,
+            "assembly": tokens * self._stages.assemble_s_per_token,
             "KV hop": self.target.kv_bytes(tokens) / self.hardware.hop_bytes_per_s,
         }
         if method == "repaired":

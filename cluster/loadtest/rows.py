@@ -30,7 +30,8 @@ class Row:
     """One request. Times are seconds on the run's monotonic clock, 0 at its start.
 
     Attributes:
-        phase: `warm-up`, `lead-in` (each client's first of a block, not counted) or `counted`.
+        phase: `warm-up`, `reference` (the same request alone, between blocks), `lead-in` (each client's first of a
+            block, not counted) or `counted`.
         submit_s: when the request was due: what it waited for in the client counts.
         first_token_s: when the first text came; for an answer without text, its end.
         token_s: when each piece of text came; a service may put several tokens into one.

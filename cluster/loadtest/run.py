@@ -64,14 +64,19 @@ class Plan:
     step_s: float = 30.0
 
     @property
+    def reference_method(self) -> str:
+        """Of the requests between blocks: full where it is measured, whose time does not depend on what is cached."""
+        return "full" if "full" in self.methods else self.methods[0]
+
+    @property
     def loads(self) -> list[Load]:
         """The loads that a schedule goes through."""
         return [*(Load(concurrency=c) for c in self.concurrency), *(Load(rate=rate) for rate in self.rates)]
 
     def requests_in_all(self) -> int:
-        """Requests that the schedule will send, lead-ins included; a ramp's number is not known before."""
+        """Requests after the warm-up, lead-ins and references included; a ramp's number is not known before."""
         blocks = schedule(self.methods, self.loads, self.requests, self.seed)
-        return sum(count + (block.load.concurrency or 0) for block, count, _ in blocks)
+        return sum(1 + count + (block.load.concurrency or 0) for block, count, _ in blocks) + 1
 
 
 @dataclass
@@ -161,8 +166,9 @@ class LoadTest:
 
     async def _refer(self, driver: Driver) -> None:
         """Ask the idle service the same again: how its speed changes during the run."""
-        driver.tell = lambda _: None
-        self.references.append(await driver.one(Block(-1, self.plan.methods[0], Load(concurrency=1)), 0, "reference"))
+        block = Block(-1, self.plan.reference_method, Load(concurrency=1))
+        driver.tell = lambda _: self.tell(block, 1)
+        self.references.append(await driver.one(block, 0, "reference"))
 
     async def _ramps(self, driver: Driver) -> None:
         plan = self.plan
@@ -192,9 +198,10 @@ class LoadTest:
         """`{"cells": [...], "config": {...}}`, and `"timeline"` of a ramp; see `summary` and `timeline`."""
         places = {load: place for place, load in enumerate(self.plan.loads)}  # a ramp's steps stay as they are
         blocks = sorted(self.blocks, key=lambda block: places.get(block.load, len(places)))
-        # Retrieval may find other chunks for the same question: each has a number of its own.
-        references = [row.ttft_ms / max(row.prompt_tokens, 1) if row.error is None else None for row in self.references]
-        report = {"cells": summarise(blocks, self.plan.slo_ttft_ms, references), "config": self._config()}
+        report = {
+            "cells": summarise(blocks, self.plan.slo_ttft_ms, [_reference_ms(row) for row in self.references]),
+            "config": self._config(),
+        }
         if self.plan.ramp:
             report["timeline"] = timeline(self.blocks, self.samples)
         return report
@@ -224,6 +231,11 @@ class LoadTest:
             "cachemend": version("cachemend"),
             "client": f"Python {platform.python_version()}, {platform.machine()}",
         }
+
+
+def _reference_ms(row: Row) -> float | None:
+    """TTFT per prompt token: its number makes the same question find other chunks at times."""
+    return None if row.error or row.fallback else row.ttft_ms / max(row.prompt_tokens, 1)
 
 
 def _why(row: Row, url: str) -> str:

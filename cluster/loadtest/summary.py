@@ -28,7 +28,8 @@ def summarise(
         blocks: with their rows.
         slo_ttft_ms: objective for the time to first token; goodput is None without one.
         references: time of one and the same request alone before each block, by the block's number, and after the
-            last; None where it failed. A cell's `slowness` is that of its blocks, relative to the run's median.
+            last; None where it failed. A cell's `slowness` is that of its blocks, relative to the run's median; a
+            block's is the median of the four references around it, for one alone may be slow by chance.
     """
     slowness = _slowness(references)
     cells: dict[tuple[str, Load], list[Block]] = {}
@@ -45,10 +46,15 @@ def summarise(
 
 
 def _slowness(references: Sequence[float | None]) -> dict[int, float]:
-    """By block whose references before and after it are both there."""
-    around = {number: pair for number, pair in enumerate(itertools.pairwise(references)) if all(pair)}
-    typical = np.median([time for time in references if time]) if around else 1.0
-    return {number: float(np.mean(pair) / typical) for number, pair in around.items()}
+    """By block that has a reference on both sides."""
+    known = [time or np.nan for time in references]
+    around = {
+        number: float(np.nanmedian(known[max(number - 1, 0) : number + 3]))
+        for number, pair in enumerate(itertools.pairwise(references))
+        if all(pair)
+    }
+    typical = float(np.nanmedian(known)) if around else 1.0
+    return {number: time / typical for number, time in around.items()}
 
 
 def _cell(

@@ -144,6 +144,25 @@ def test_a_machine_is_shared_by_weight() -> None:
     assert ends == pytest.approx([4 / 3, 2.0])
 
 
+def test_what_one_device_has_no_use_for_goes_to_the_others() -> None:
+    """Of one and a half devices' speed the heavier one takes one, and not the 1.06 that its weight would give it."""
+    env = simpy.Environment()
+    machine, ends = Machine(env, 1.5), []
+
+    def work(weight: float) -> Generator[simpy.Event, None, None]:
+        yield from Device(env, machine=machine, weight=weight).use(1.0)
+        ends.append(env.now)
+
+    for weight in (1.0, 2.4):
+        env.process(work(weight))
+    env.run()
+    assert ends == pytest.approx([1.0, 1.5])
+
+
+def test_nothing_is_between_tokens_where_there_is_one() -> None:
+    assert not simulate("full", Closed(1), TARGET, fixed(1), ONLY_STEPS, Cluster(), requests=2, lead_in=2).itl_s.size
+
+
 def test_reused_kv_is_put_together_before_the_engine_sees_it() -> None:
     stages = replace(ONLY_STEPS, assemble_s_per_token=1e-4)
     for method, seconds in (("full", 0.0), ("stale", (1000 + 24) * 1e-4)):

@@ -14,7 +14,15 @@ from cachemend.cli import app
 from cluster.capacity import published, size
 from cluster.capacity.demand import Demand, Hardware
 from cluster.capacity.fit import Installation, fit, guess_stages, predict
-from cluster.capacity.loadtest import Cell, LoadTest, LoadTestError, Percentiles, Samples, read_load_test
+from cluster.capacity.loadtest import (
+    Cell,
+    LoadTest,
+    LoadTestError,
+    Percentiles,
+    Samples,
+    StageTimes,
+    read_load_test,
+)
 from cluster.capacity.model import Closed, Cluster, Stages, Workload
 from cluster.capacity.planner import Question, study
 from cluster.capacity.simulation import simulate
@@ -97,7 +105,47 @@ def test_a_fit_on_a_load_test_needs_no_prior_knowledge_of_the_machine() -> None:
     assert max(abs(one.error) for one in throughputs) < 0.15
 
 
-def test_a_cell_measured_while_the_machine_was_slow_is_taken_at_its_usual_speed() -> None:
+def with_stages(stages: Stages, here: Installation, clients: tuple[int, ...]) -> LoadTest:
+    """As `measured_with`, and what the service tells besides."""
+    cells = []
+    for cell in measured_with(stages, here, clients).cells:
+        assert cell.modelled and cell.concurrency
+        load = Closed(cell.concurrency)
+        seen = simulate(cell.modelled, load, here.target, here.workload, stages, here.cluster, requests=64, seed=99)
+        gap = Percentiles(p50=np.median(seen.itl_s) * 1e3)
+        retrieve, mend, first = (
+            Percentiles(p50=np.median(seen.parts_s[part]) * 1e3) for part in ("retrievers", "repairers", "engines")
+        )
+        told = StageTimes(retrieve=retrieve, mend=mend, first_token=first)
+        cells.append(cell.model_copy(update={"itl_ms": gap, "tpot_ms": gap, "stages_ms": told}))
+    return LoadTest(cells=cells)
+
+
+def test_what_a_service_tells_of_its_stages_tells_the_times_apart() -> None:
+    """At one load a slow read of each token's KV looks like slow loading, and like retrieval, in the totals."""
+    here = Installation(
+        TARGET,
+        Workload(mean_tokens=1000, output_tokens=16, fixed_outputs=True),
+        Cluster(max_num_seqs=16, time_shared=True),
+    )
+    true = Stages(0.06, 1.1e12, 5e-5, 1.5e11, 0.03, 0.045, 1e-5, 4e-5, 1.2)
+    test = with_stages(true, here, (1, 4))
+    found = fit(test, 4, here, guess_stages(test, here))
+    for name in ("macs_per_s", "retrieval_s", "assemble_s_per_token", "repair_macs_per_s"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
+    numbers = [one for one in predict(test, here, found, 4) if one.name in ("throughput_rps", "ttft_ms.p95")]
+    assert max(abs(one.error) for one in numbers) < 0.1
+
+
+def test_gaps_between_pieces_that_are_not_tokens_are_left_aside() -> None:
+    here = Installation(TARGET, Workload(mean_tokens=1000, output_tokens=4, fixed_outputs=True), published.CLUSTER)
+    test = with_stages(published.PRIOR, here, (2,))
+    burst = [cell.model_copy(update={"itl_ms": Percentiles(p50=0.02)}) for cell in test.cells]
+    names = [{one.name for one in predict(LoadTest(cells=c), here, published.PRIOR, 2)} for c in (test.cells, burst)]
+    assert names[0] - names[1] == {"itl_ms.p50"}
+
+
+def test_a_cell_measured_while_the_machine_was_slow_is_compared_with_a_slow_one() -> None:
     here = Installation(TARGET, Workload(mean_tokens=1000, output_tokens=4, fixed_outputs=True), published.CLUSTER)
     usual = measured_with(published.PRIOR, here, (2,))
     slow = LoadTest(
@@ -113,9 +161,10 @@ def test_a_cell_measured_while_the_machine_was_slow_is_taken_at_its_usual_speed(
             for cell in usual.cells
         ]
     )
-    found = [[(one.name, one.measured) for one in predict(test, here, published.PRIOR, 2)] for test in (usual, slow)]
-    assert [name for name, _ in found[0]] == [name for name, _ in found[1]]
-    assert [value for _, value in found[0]] == pytest.approx([value for _, value in found[1]])
+    found = [predict(test, here, published.PRIOR, 2) for test in (usual, slow)]
+    assert [one.name for one in found[0]] == [one.name for one in found[1]]
+    assert [one.error for one in found[0]] == pytest.approx([one.error for one in found[1]])
+    assert found[1][0].measured == slow.cells[0].throughput_rps
 
 
 def test_open_loops_steps_of_a_ramp_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
@@ -175,6 +224,29 @@ def test_a_plan_for_a_measured_installation_takes_its_target_from_the_settings(
     assert set(found.workload.documents) == {500 - around, 900 - around} and set(found.workload.answers) == {1, 3}
     reusing = [plan for plan in found.plans if plan.method != "full"]
     assert [plan.storage_bytes for plan in reusing] == [1000 * 512 * 36 * 2 * 2 * 128 * 4] * 2
+
+
+def test_what_took_no_time_was_not_measured(tmp_path: Path) -> None:
+    path = tmp_path / "test.json"
+    cell = {"method": "full", "concurrency": 2, "throughput_rps": 1.5, "itl_ms": {"p50": 0.2, "p95": 0.0}}
+    path.write_text(json.dumps({"cells": [{**cell, "stages_ms": {"first_token": {"p50": 0.0}, "queue": None}}]}))
+    (read,) = read_load_test(path).cells
+    assert (read.itl_ms, read.stages_ms) == (Percentiles(p50=0.2), StageTimes())
+
+
+def test_a_plan_shows_what_it_was_fitted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "_REQUESTS", 100)
+    monkeypatch.setenv("COLUMNS", "100")
+    path = tmp_path / "test.json"
+    test = with_stages(published.PRIOR, MEASURED, (1, 2, 4, 8))
+    cells = [cell.model_copy(update={"requests": 8}) for cell in test.cells]
+    path.write_text(LoadTest(cells=cells).model_dump_json())
+    asked = ["plan", "--fit", str(path), "--rps", "2", "--chunks", "1000", "--target", "qwen2.5-3b"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    assert "fitted at C = 4" in done.output
+    for row in ("full ITL p50, ms", "cacherepair mend p50, ms", "stale first token p50, ms"):
+        assert row in done.output
 
 
 def test_a_missing_load_test_is_one_line(tmp_path: Path) -> None:

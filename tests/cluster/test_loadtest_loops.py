@@ -76,33 +76,45 @@ def test_warm_up_and_lead_in_are_not_counted(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_service_that_changes_its_speed_is_seen_by_a_request_that_stays_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    service_s = itertools.chain([0.1] * 9, itertools.repeat(0.2))  # in the middle of a warm-up, a block, a block
+    """Four blocks of five requests, a reference before each and after; it gets slower in the third of them."""
+    service_s = itertools.chain([0.1] * 14, itertools.repeat(0.2))
     monkeypatch.setattr(run, "Sender", lambda *_: SimulatedService(2, lambda: next(service_s), first_s=None))
-    test = LoadTest(Plan(url="", concurrency=[2], requests=8, methods=["stale"], warm_up=1), Workload(QUESTIONS))
+    told: list[int] = []
+    plan = Plan(url="", concurrency=[1], requests=16, methods=["stale"], warm_up=1)
+    test = LoadTest(plan, Workload(QUESTIONS), tell=lambda _, count: told.append(count))
     run_virtually(test.run())
     (cell,) = test.report()["cells"]
-    assert [row.ttft_ms for row in test.references] == pytest.approx([100, 100, 200])
+    assert [row.ttft_ms for row in test.references] == pytest.approx([100, 100, 100, 200, 200])
     assert len({row.question_id for row in test.references}) == 1
-    assert cell["slowness"] == pytest.approx((1 + 1.5) / 2)  # around the first block, around the second
-    assert cell["requests"] == sum(row.phase == "counted" for row in test.rows) == 8
+    assert cell["slowness"] == pytest.approx((1 + 1 + 1.5 + 2) / 4)
+    assert cell["requests"] == sum(row.phase == "counted" for row in test.rows) == 16
+    assert len(told) == plan.requests_in_all() == len(test.rows) - 1
 
 
 @pytest.mark.parametrize(
     ("references", "slowness"),
     [
-        ([4.0, 6.0, 10.0], [5 / 6, 8 / 6]),
-        ([4.0, None, 6.0], [None, None]),
-        ([4.0, 6.0], [1.0, None]),  # stopped in the second block
-        ([], [None, None]),
+        ([4.0, 4.0, 4.0, 8.0, 8.0, 8.0], [4 / 6, 4 / 6, 1.0, 8 / 6, 8 / 6]),
+        ([4.0, 4.0, 40.0, 4.0, 4.0], [1.0, 1.0, 1.0, 1.0]),  # one of them was slow by chance
+        ([4.0, None, 4.0, 4.0], [None, None, 1.0]),
+        ([4.0, 4.0], [1.0, None]),  # stopped in the second block
+        ([], [None]),
     ],
 )
-def test_a_cell_is_as_slow_as_the_references_around_it(references: list[float | None], slowness: list[float]) -> None:
+def test_a_cell_is_as_slow_as_the_references_around_it(
+    references: list[float | None], slowness: list[float | None]
+) -> None:
     blocks = []
-    for number, clients in enumerate((1, 2)):
-        row = Row("stale", clients, None, number, "counted", 0, "q", "r", 0.0, 0.1, 0.2, 200)
-        blocks.append(Block(number, "stale", Load(concurrency=clients), [row], (0.0, 1.0)))
+    for number in range(len(slowness)):
+        row = Row("stale", number + 1, None, number, "counted", 0, "q", "r", 0.0, 0.1, 0.2, 200)
+        blocks.append(Block(number, "stale", Load(concurrency=number + 1), [row], (0.0, 1.0)))
     found = [cell["slowness"] for cell in summarise(blocks, references=references)]
     assert found == [pytest.approx(one, abs=1e-4) if one else None for one in slowness]
+
+
+@pytest.mark.parametrize(("methods", "used"), [(["stale", "full"], "full"), (["stale", "epic"], "stale")])
+def test_a_reference_is_full_prefill_where_that_is_measured(methods: list[str], used: str) -> None:
+    assert Plan(url="", methods=methods).reference_method == used
 
 
 def test_cells_are_reported_in_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
