@@ -81,14 +81,15 @@ def _summary_table(rows: Sequence[Row]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "method",
-        "questions",
+        "asked",
         "TTFT p50",
         "TTFT p95",
         f"{REFERENCE} / it",
         "cached",
         "gold found",
     ):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+        named = heading == "method"
+        table.add_column(heading, justify="left" if named else "right", no_wrap=named)
     for method, one in methods.items():
         p50, p95 = one["ttft_ms"]["p50"], one["ttft_ms"]["p95"]
         prompt = sum(row.answer.prompt_tokens for row in rows if row.method == method)
