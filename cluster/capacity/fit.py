@@ -192,8 +192,9 @@ def _numbers(cell: Cell, seen: Sequence[Outcome]) -> Iterator[tuple[str, float, 
         times_s = np.concatenate(blocks_s)
         for field, percent in (("p50", 50), ("p95", 95)):
             measured = getattr(percentiles, field)
-            if measured is not None and times_s.size:
-                yield f"{name}.{field}", measured, float(np.percentile(times_s, percent)) * 1e3 * slowness
+            predicted = float(np.percentile(times_s, percent)) * 1e3 * slowness if times_s.size else 0.0
+            if measured is not None and predicted:  # a stage that the model does not have takes it no time
+                yield f"{name}.{field}", measured, predicted
 
 
 def _times(cell: Cell, seen: Sequence[Outcome]) -> Iterator[tuple[str, Percentiles, list[np.ndarray]]]:

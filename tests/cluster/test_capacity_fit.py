@@ -145,6 +145,14 @@ def test_gaps_between_pieces_that_are_not_tokens_are_left_aside() -> None:
     assert names[0] - names[1] == {"itl_ms.p50"}
 
 
+def test_a_stage_that_the_model_does_not_have_is_left_aside() -> None:
+    here = Installation(TARGET, Workload(mean_tokens=1000, output_tokens=4, fixed_outputs=True), published.CLUSTER)
+    told = StageTimes(retrieve=Percentiles(p50=40.0), first_token=Percentiles(p50=50.0))
+    cells = [cell.model_copy(update={"stages_ms": told}) for cell in measured_with(published.PRIOR, here, (2,)).cells]
+    found = fit(LoadTest(cells=cells), 2, here, published.PRIOR)
+    assert found.retrieval_s == 0 < found.macs_per_s < np.inf
+
+
 def test_a_cell_measured_while_the_machine_was_slow_is_compared_with_a_slow_one() -> None:
     here = Installation(TARGET, Workload(mean_tokens=1000, output_tokens=4, fixed_outputs=True), published.CLUSTER)
     usual = measured_with(published.PRIOR, here, (2,))
