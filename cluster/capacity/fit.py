@@ -106,7 +106,7 @@ def predict(
     for seed in range(runs):
         for one in _compare(test, cells, installation, stages, seed, fitted_at):
             same.setdefault((one.method, one.concurrency, one.name), []).append(one)
-    return [replace(runs[0], predicted=float(np.mean([one.predicted for one in runs]))) for runs in same.values()]
+    return [replace(each[0], predicted=float(np.mean([one.predicted for one in each]))) for each in same.values()]
 
 
 def guess_stages(test: LoadTest, installation: Installation) -> Stages:

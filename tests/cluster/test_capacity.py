@@ -129,34 +129,29 @@ def test_a_machine_does_as_much_at_once_as_its_overlap_says(overlap: float, toge
         assert env.now == pytest.approx(expected)
 
 
-def test_a_machine_is_shared_by_weight() -> None:
-    """Three to one: the first has done its second of work after 4/3, the other then has 2/3 left to do alone."""
+@pytest.mark.parametrize(
+    ("overlap", "weights", "expected"),
+    [
+        (1.0, (3.0, 1.0), [4 / 3, 2.0]),  # three to one; the other then has 2/3 of its second left to do alone
+        (
+            1.5,
+            (1.0, 2.4),
+            [1.0, 1.5],
+        ),  # the heavier takes its own speed, not 1.06 times that; the rest goes to the other
+    ],
+)
+def test_a_machine_is_shared_by_weight(overlap: float, weights: tuple[float, ...], expected: list[float]) -> None:
     env = simpy.Environment()
-    machine, ends = Machine(env), []
+    machine, ends = Machine(env, overlap), []
 
     def work(weight: float) -> Generator[simpy.Event, None, None]:
         yield from Device(env, machine=machine, weight=weight).use(1.0)
         ends.append(env.now)
 
-    for weight in (3.0, 1.0):
+    for weight in weights:
         env.process(work(weight))
     env.run()
-    assert ends == pytest.approx([4 / 3, 2.0])
-
-
-def test_what_one_device_has_no_use_for_goes_to_the_others() -> None:
-    """Of one and a half devices' speed the heavier one takes one, and not the 1.06 that its weight would give it."""
-    env = simpy.Environment()
-    machine, ends = Machine(env, 1.5), []
-
-    def work(weight: float) -> Generator[simpy.Event, None, None]:
-        yield from Device(env, machine=machine, weight=weight).use(1.0)
-        ends.append(env.now)
-
-    for weight in (1.0, 2.4):
-        env.process(work(weight))
-    env.run()
-    assert ends == pytest.approx([1.0, 1.5])
+    assert ends == pytest.approx(expected)
 
 
 def test_nothing_is_between_tokens_where_there_is_one() -> None:
