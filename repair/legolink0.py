@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvcache.chunk import ChunkKV
 from kvcache.settings import Settings
 from kvcache.target import TargetLLM
-from repair.base import RepairedPrefix, RepairRequest, joined, no_params
+from repair.base import MethodParamsError, RepairedPrefix, RepairRequest, joined
 from repair.macs import CostModel
 
 DUMMIES = 4
 """Three dummy tokens, and the one that a chunk has of its own in the published code."""
+_FRONTS = ("dummies", "header")
 
 
 class LegoLink0:
@@ -22,6 +23,11 @@ class LegoLink0:
 
     Nothing is recomputed when chunks are linked: the sink that every chunk computed alone makes of its first tokens
     falls on the dummies. The header chunk stays as it is.
+
+    Method parameters:
+        front: "dummies" (default), or "header": the prompt's own header chunk in their place, as in InfoFlow's
+            published code (methods, section 0.5). What that leaves wrong is what a chunk does not know of other
+            chunks, and no more; such chunks belong to one header.
 
     The chunk store holds plain chunks, so this computes its own when a request comes: the answers are the method's,
     time and MACs are those of computing the chunks, which the published method does ahead of time.
@@ -41,15 +47,19 @@ class LegoLink0:
         self._cost = CostModel.of(target.model.config)
 
     def check_params(self, params: Mapping[str, Any]) -> None:
-        """Takes none."""
-        no_params(self.name, params)
+        """Takes `front`."""
+        if unknown := sorted(params.keys() - {"front"}):
+            raise MethodParamsError(f"method {self.name!r} takes front, not {', '.join(unknown)}")
+        if params.get("front", "dummies") not in _FRONTS:
+            raise MethodParamsError(f"front must be one of {', '.join(_FRONTS)}, got {params['front']!r}")
 
     def repair(self, request: RepairRequest) -> RepairedPrefix:
-        """Compute every chunk but the first behind the dummies."""
+        """Compute every chunk but the first behind the front."""
         begin = time.perf_counter()
         header, *chunks = request.stale
-        linked = [header, *(self._linked(chunk) for chunk in chunks)]
-        lengths = [DUMMIES + len(chunk.token_ids) for chunk in chunks]
+        front = header.token_ids if request.params.get("front") == "header" else self._dummies
+        linked = [header, *(self._linked(front, chunk) for chunk in chunks)]
+        lengths = [len(front) + len(chunk.token_ids) for chunk in chunks]
         return RepairedPrefix(
             joined(request.chunks),
             tuple((chunk.k, chunk.v) for chunk in linked),
@@ -57,6 +67,6 @@ class LegoLink0:
             self._cost.n_layers * sum(self._cost.rows(length, length) for length in lengths),
         )
 
-    def _linked(self, chunk: ChunkKV) -> ChunkKV:
-        (behind,) = self._target.stale_kv([[*self._dummies, *chunk.token_ids]])
-        return ChunkKV(chunk.token_ids, behind.k[:, DUMMIES:], behind.v[:, DUMMIES:])
+    def _linked(self, front: Sequence[int], chunk: ChunkKV) -> ChunkKV:
+        (behind,) = self._target.stale_kv([[*front, *chunk.token_ids]])
+        return ChunkKV(chunk.token_ids, behind.k[:, len(front) :], behind.v[:, len(front) :])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -386,3 +387,24 @@ def test_legolink0_is_a_chunk_behind_dummies(target, chunks):
         length = len(chunk.token_ids)
         assert distance(piece, (target.rotary.unrotate(k, torch.arange(4 + length))[:, 4:], v[:, 4:])) < EXACT
         assert distance(piece, (chunk.k, chunk.v)) > 0.01
+
+
+def test_a_chunk_behind_the_header_lacks_only_other_chunks(target, chunks):
+    """Alone behind it, a chunk is what full prefill makes of it; the second one lacks the first."""
+    prefix = mend(target, "legolink-0", chunks, front="header")
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    k, v = joint(target, ids)
+    truth = (target.rotary.unrotate(k, torch.arange(len(ids))), v)
+    pieces = [
+        tuple(part[:, start : start + len(chunk.token_ids)] for part in truth)
+        for start, chunk in zip(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0), chunks, strict=False)
+    ]
+    assert distance(prefix.kv[0], pieces[0]) < EXACT
+    assert distance(prefix.kv[1], pieces[1]) < EXACT
+    assert distance(prefix.kv[2], pieces[2]) > 0.01
+
+
+@pytest.mark.parametrize("params", [{"front": "bos"}, {"front": 3}, {"front": ["header"]}, {"dummies": 4}])
+def test_legolink0_refuses_what_it_does_not_take(target, params):
+    with pytest.raises(MethodParamsError, match="front"):
+        create("legolink-0", target, load_settings()).check_params(params)
