@@ -47,8 +47,9 @@ class Mender:
         self._handoff_wait_s = settings.handoff.wait_s
         self._repairers: dict[str, Repairer] = {name: create(name, target, settings) for name in offered(settings)}
         self._fetcher = Fetcher(target, store, settings)
-        # One pass at a time on the device, and one write of a repaired prefix at a time.
+        # One pass at a time on the device, and one write of a repaired prefix at a time; a write waits for no pass.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="repair")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="handoff")
         self._batcher = Batcher(self._worker, settings.repair.batch_tokens)
         self._said: set[str] = set()
 
@@ -96,7 +97,7 @@ class Mender:
         writer = await self._reserve(request, prefix)
         if isinstance(writer, str):
             return self._fall_back(request, writer, stages, fetched.misses)
-        writing = self._worker.submit(self._write, prefix, writer)
+        writing = self._writer.submit(self._write, prefix, writer)
         try:
             ticket, stages["rotary"] = await asyncio.shield(asyncio.wrap_future(writing))
         except BaseException:
@@ -144,5 +145,6 @@ class Mender:
 
     def shutdown(self) -> None:
         """End the threads, when every computed chunk is stored."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._worker, self._writer):
+            threads.shutdown(wait=True, cancel_futures=True)
         self._fetcher.shutdown()

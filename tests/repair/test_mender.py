@@ -16,8 +16,10 @@ from kvcache.arena import Arena
 from kvcache.chunk import chunk_key
 from kvcache.handoff import HandoffReader, SharedMemoryTransport, release
 from kvcache.store import ChunkStore
+from repair.batching import Batcher
 from repair.mender import Mender
 from repair.registry import UnknownMethodError
+from repair.stale import StaleKV
 from repair.types import MendRequest
 from tests.tiny import tiny_settings
 
@@ -197,6 +199,31 @@ async def test_ten_at_once_read_each_chunk_once(rig):
     assert len(reads) == 3
     for result in results:
         rig.read(result)
+
+
+async def test_what_is_mended_waits_for_nobody_elses_repair(rig, monkeypatch):
+    """The first repair lasts until a second one is queued, the second until the first prefix is handed off."""
+    queued, handed_off, begun = [], threading.Event(), []
+    real, submit = StaleKV.repair, Batcher.submit
+
+    def queue(self, repairer, request):
+        future = submit(self, repairer, request)
+        queued.append(request)
+        return future
+
+    def repair(self, request):
+        begun.append(request)
+        while len(queued) < 2:
+            time.sleep(0.001)
+        assert len(begun) == 1 or handed_off.wait(5), "the first prefix waits for the second repair"
+        return real(self, request)
+
+    monkeypatch.setattr(Batcher, "submit", queue)
+    monkeypatch.setattr(StaleKV, "repair", repair)
+    first, second = (asyncio.create_task(rig.mend()) for _ in range(2))
+    rig.read(await first)
+    handed_off.set()
+    rig.read(await second)
 
 
 async def test_unknown_method_and_bad_chunks(rig):
