@@ -25,9 +25,9 @@ class LegoLink0:
     falls on the dummies. The header chunk stays as it is.
 
     Method parameters:
-        front: "dummies" (default), or "header": the prompt's own header chunk in their place, as in InfoFlow's
-            published code (methods, section 0.5). What that leaves wrong is what a chunk does not know of other
-            chunks, and no more; such chunks belong to one header.
+        front: "dummies" (default), or "header": the prompt's first chunk in their place, which is its header chunk.
+            (InfoFlow's published code puts a short header before every chunk likewise; methods, section 0.5.) What that
+            leaves wrong is what a chunk does not know of other chunks, and no more; such chunks belong to one header.
 
     The chunk store holds plain chunks, so this computes its own when a request comes: the answers are the method's,
     time and MACs are those of computing the chunks, which the published method does ahead of time.

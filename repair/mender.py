@@ -99,20 +99,21 @@ class Mender:
             return self._fall_back(request, writer, stages, fetched.misses)
         writing = self._writer.submit(self._write, prefix, writer)
         try:
-            ticket, stages["rotary"] = await asyncio.shield(asyncio.wrap_future(writing))
+            ticket, written = await asyncio.shield(asyncio.wrap_future(writing))
         except BaseException:
             # Cancelled meanwhile: the memory may be given back only when nobody writes into it any more.
             writing.add_done_callback(lambda _: writer.abandon())
             raise
-        stages["handoff"] = time.perf_counter() - begin - stages["rotary"]
+        stages |= {"handoff_queue": time.perf_counter() - begin - sum(written.values()), **written}
         return MendResult(request.method, prefix.token_ids, ticket, prefix.rows, stages, fetched.hits, fetched.misses)
 
-    def _write(self, prefix: RepairedPrefix, writer: HandoffWriter) -> tuple[dict[str, Any], float]:
-        """Rotate straight into the hand-off's memory; returns the ticket, and the seconds of the rotation."""
+    def _write(self, prefix: RepairedPrefix, writer: HandoffWriter) -> tuple[dict[str, Any], dict[str, float]]:
+        """Rotate straight into the hand-off's memory; returns the ticket, and the seconds of both stages."""
         begin = time.perf_counter()
         prefix.write(self._target.rotary, writer.k, writer.v)
-        seconds = time.perf_counter() - begin
-        return writer.commit(), seconds
+        rotated = time.perf_counter()
+        ticket = writer.commit()
+        return ticket, {"rotary": rotated - begin, "handoff": time.perf_counter() - rotated}
 
     async def _reserve(self, request: MendRequest, prefix: RepairedPrefix) -> HandoffWriter | str:
         """Memory for the hand-off, or why there is none."""

@@ -32,7 +32,8 @@ class MendResult:
     """KV rows handed off."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds by stage: `fetch`; `repair_queue`, waiting for the device; `repair`, or what the method reports
-    (`transfer`, `mask`, `repair`); `rotary`, which turns the keys straight into the hand-off's memory; `handoff`."""
+    (`transfer`, `mask`, `repair`); `handoff_queue`, waiting for room and for others' writes; `rotary`,
+    which turns the keys straight into the hand-off's memory; `handoff`, which publishes it."""
     hits: dict[str, int] = field(default_factory=dict)
     """Chunks by where they were found: `host`, `store`."""
     misses: dict[str, int] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import mean, pstdev
 
 from serve_app.autoscaling import WINDOW_S
@@ -30,20 +30,21 @@ class ServiceMeter:
         self._born = now()
         self._arrived: deque[float] = deque()
         self._left: deque[float] = deque()
-        self._served: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED)
+        self._served: deque[tuple[float, float, Sequence[float]]] = deque(maxlen=REMEMBERED)
 
     def arrived(self) -> None:
         """A request has come in."""
         self._arrived.append(self._now())
 
-    def served(self, service_s: float, first_s: float, alone_s: float = 0.0) -> None:
+    def served(self, service_s: float, first_s: float, alone_s: Sequence[float] = ()) -> None:
         """A request has ended.
 
         Args:
             service_s: seconds that it was served, waits apart.
             first_s: the part of them before its first token.
-            alone_s: the part of them in which no other request could be, such as on the device. A pipeline that never
-                leaves its device idle holds service / alone requests (Little): those are its slots.
+            alone_s: the parts of them in which no other request could be, such as on the device; the same parts for
+                every request of the replica. A pipeline whose busiest part is never idle holds service / alone requests
+                (Little): those are its slots.
         """
         self._left.append(self._now())
         self._served.append((service_s, first_s, alone_s))
@@ -55,7 +56,8 @@ class ServiceMeter:
         application's, however requests moved from older replicas to newer ones meanwhile.
         """
         service, first, alone = zip(*self._served, strict=True) if self._served else ((), (), ())
-        measured = sum(service) / sum(alone) if sum(alone) else 1.0
+        busiest = max((sum(part) for part in zip(*alone, strict=True)), default=0.0)
+        measured = sum(service) / busiest if busiest else 1.0
         return {
             "slo_s": self._slo_s,
             "age_s": self._now() - self._born,

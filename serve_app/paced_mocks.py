@@ -89,7 +89,7 @@ class PacedRepairer(MockRepairer):
             stages["rotary"] = await _pause(ROTARY_MS)
             result = await super().mend(request)
         work = sum(stages.values()) - stages["repair_queue"]
-        self._meter.served(work, work, work - stages["fetch"])
+        self._meter.served(work, work, (work - stages["fetch"],))
         hits = {"host": len(request.chunks) - missing, "store": missing}
         return replace(result, stages=stages, hits=hits)
 

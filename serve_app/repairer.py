@@ -18,8 +18,8 @@ from serve_app.messages import MendRequest, MendResult
 from serve_app.meter import ServiceMeter
 from serve_app.request_log import log_request
 
-_WAITS = ("repair_queue",)
-_BESIDE_THE_DEVICE = ("fetch", "rotary", "handoff")
+_WAITS = ("repair_queue", "handoff_queue")
+_WRITING = ("rotary", "handoff")
 
 
 class RepairerDeployment:
@@ -50,9 +50,10 @@ class RepairerDeployment:
         self._meter.arrived()
         result = await self._mender.mend(request)
         work = {stage: seconds for stage, seconds in result.stages.items() if stage not in _WAITS}
-        on_device = sum(seconds for stage, seconds in work.items() if stage not in _BESIDE_THE_DEVICE)
-        # One request at a time is on the device, and one is written: the longer of the two bounds the rate.
-        self._meter.served(sum(work.values()), sum(work.values()), max(on_device, work.get("rotary", 0.0)))
+        service, fetch = sum(work.values()), work.get("fetch", 0.0)
+        writing = sum(work.get(stage, 0.0) for stage in _WRITING)
+        # One request at a time is on the device, and one is handed off.
+        self._meter.served(service, service, (service - fetch - writing, writing))
         log_request(
             "mended",
             request.request_id,

@@ -228,7 +228,16 @@ async def mend(rig, chunks, method="cacherepair", **params):
 async def test_through_the_mender(rig, tiny, folder):
     result = await mend(rig, CHUNKS)
     assert result.fallback is None and result.rows == sum(map(len, CHUNKS))
-    assert set(result.stages) == {"fetch", "repair_queue", "transfer", "mask", "repair", "rotary", "handoff"}
+    assert set(result.stages) == {
+        "fetch",
+        "repair_queue",
+        "transfer",
+        "mask",
+        "repair",
+        "rotary",
+        "handoff",
+        "handoff_queue",
+    }
     k, v = by_network(tiny, folder, CHUNKS)
     k = tiny.rotary.rotate(k, torch.arange(result.rows))
     assert close(rig.read(result), (k, v))

@@ -88,7 +88,7 @@ async def test_from_store_then_from_memory(rig):
     assert (first.hits, first.misses) == ({"store": 3}, {})
     assert (second.hits, second.misses) == ({"host": 3}, {})
     assert first.rows == sum(map(len, CHUNKS)) and first.fallback is None
-    assert set(first.stages) == {"fetch", "repair_queue", "repair", "rotary", "handoff"}
+    assert set(first.stages) == {"fetch", "repair_queue", "repair", "rotary", "handoff", "handoff_queue"}
     for one, two in zip(rig.read(first), rig.read(second), strict=True):
         assert torch.equal(one, two)
 
@@ -203,24 +203,27 @@ async def test_ten_at_once_read_each_chunk_once(rig):
 
 async def test_what_is_mended_waits_for_nobody_elses_repair(rig, monkeypatch):
     """The first repair lasts until a second one is queued, the second until the first prefix is handed off."""
-    queued, handed_off, begun = [], threading.Event(), []
+    both_queued, handed_off, queued, begun = threading.Event(), threading.Event(), [], []
     real, submit = StaleKV.repair, Batcher.submit
 
     def queue(self, repairer, request):
         future = submit(self, repairer, request)
         queued.append(request)
+        if len(queued) == 2:
+            both_queued.set()
         return future
 
     def repair(self, request):
         begun.append(request)
-        while len(queued) < 2:
-            time.sleep(0.001)
+        assert both_queued.wait(10)
         assert len(begun) == 1 or handed_off.wait(5), "the first prefix waits for the second repair"
         return real(self, request)
 
     monkeypatch.setattr(Batcher, "submit", queue)
     monkeypatch.setattr(StaleKV, "repair", repair)
-    first, second = (asyncio.create_task(rig.mend()) for _ in range(2))
+    (first,), (second,) = await asyncio.wait(
+        [asyncio.create_task(rig.mend()) for _ in range(2)], return_when=asyncio.FIRST_COMPLETED
+    )
     rig.read(await first)
     handed_off.set()
     rig.read(await second)

@@ -112,12 +112,20 @@ def test_a_replica_measures_rates_services_and_its_pipeline() -> None:
     for _ in range(20):
         meter.arrived()
         now[0] += 1.0
-        meter.served(service_s=3.0, first_s=2.0, alone_s=1.5)
+        meter.served(service_s=3.0, first_s=2.0, alone_s=(1.5, 0.1))
     stats = meter.stats()
     assert (stats["service_s"], stats["first_s"], stats["spread"]) == (3.0, 2.0, 0.0)
     assert stats["slots"] == 2.0  # half of a service is on the device: two requests keep it busy
     assert stats["departures"] == pytest.approx(1.0, abs=1 / WINDOW_S) and stats["age_s"] == 20.0
     assert stats["arrivals"] == pytest.approx(1.0, abs=1 / WINDOW_S)
+
+
+def test_the_busiest_part_over_all_requests_gives_the_slots() -> None:
+    """Half of the requests need the device, the others only the hand-off."""
+    meter = ServiceMeter(2.0)
+    for alone in ((3.0, 1.0), (0.0, 1.0)) * 5:
+        meter.served(service_s=4.5, first_s=4.5, alone_s=alone)
+    assert meter.stats()["slots"] == 3.0
 
 
 def fixed(repairers: int, engines: int) -> float:
