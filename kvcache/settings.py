@@ -295,6 +295,8 @@ class TrainingSettings(Section):
     own activations are bfloat16 too (autocast); its weights, loss and optimiser stay float32."""
     max_tokens: PositiveInt = 1024
     """Longest prefix of a training example in tokens, header chunk included; chunks beyond are left out."""
+    header_chunk: bool = True
+    """Whether the header chunk comes first, as it is served. False is published: an example is its passages alone."""
     variants: PositiveInt = 4
     """Arrangements (order, number and choice of chunks) of a group; epoch e visits arrangement e modulo this."""
     held_out: PositiveInt = 24

@@ -59,6 +59,7 @@ class EvaluationJob:
         work: folder of work files.
         articles: corpus for rows without chunks, see `evaluation.requests.read_requests`.
         cuts: ways to cut the questions' texts anew, likewise.
+        glue_header: whether the first chunk begins with the header, likewise.
     """
 
     methods: Sequence[MethodSpec]
@@ -69,6 +70,7 @@ class EvaluationJob:
     work: Path = Path("data/evaluation")
     articles: str | None = None
     cuts: Sequence[Cut] = ()
+    glue_header: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,15 @@ class Evaluation:
         self._session = uuid.uuid4().hex
         self._candidates = make(job.methods, target, settings)
         self._data = read_requests(
-            job.data, target, settings, job.limit, job.max_chunks, job.max_tokens, job.articles, job.cuts
+            job.data,
+            target,
+            settings,
+            job.limit,
+            job.max_chunks,
+            job.max_tokens,
+            job.articles,
+            job.cuts,
+            job.glue_header,
         )
         self._stale = StaleSource(target, settings)
         repairers = [candidate.repairer for candidate in self._candidates]
@@ -230,6 +240,7 @@ class Evaluation:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
     def _config(self) -> dict[str, Any]:
+        own_header = not self._job.glue_header
         return {
             "data": {
                 data.name: {
@@ -237,7 +248,7 @@ class Evaluation:
                     "sha256": data.digest,
                     "requests_sha256": hashlib.sha256("".join(r.digest for r in data.requests).encode()).hexdigest(),
                     "requests": len(data.requests),
-                    "chunks": float(np.mean([len(request.chunks) - 1 for request in data.requests])),
+                    "chunks": float(np.mean([len(request.chunks) - own_header for request in data.requests])),
                     "tokens": float(np.mean([request.prefix_tokens for request in data.requests])),
                 }
                 for data in self._data
@@ -247,6 +258,7 @@ class Evaluation:
                 "max_chunks": self._job.max_chunks,
                 "max_tokens": self._job.max_tokens,
                 "articles": self._job.articles,
+                "glue_header": self._job.glue_header,
                 "answer_tokens": ANSWER_TOKENS,
             },
             "target": {

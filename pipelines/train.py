@@ -28,7 +28,7 @@ from kvcache.settings import Settings
 from kvcache.target import TargetLLM, load_config, load_tokenizer
 from pipelines.placement import for_workers, target_actors
 from pipelines.training.curve import read_curve
-from pipelines.training.groups import arrange, read_groups, split
+from pipelines.training.groups import Chunk, arrange, read_groups, split
 from pipelines.training.initial import find_parent, network_config
 from pipelines.training.pairs import joint_kv
 from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, visits
@@ -125,12 +125,12 @@ def plan(
     tokenizer, geometry = load_tokenizer(settings), Geometry.of(load_config(settings))
     everything = read_groups(groups, passages, tokenizer, geometry, settings.chunking.max_tokens)
     training, validation = split(everything, recipe.held_out, limit, recipe.seed)
-    header = PromptTemplate(tokenizer, settings.prompt).header_ids()
+    header = PromptTemplate(tokenizer, settings.prompt).header_ids() if recipe.header_chunk else ()
     parent = find_parent(init_from, size, output, recipe) if init_from is not None else None
     job = TrainingJob(training, validation, header, size, updates, output.absolute(), parent)
 
     arranged: dict[tuple[int, int], int] = {}
-    chunks, tokens = {header}, 0
+    chunks, tokens = set[Chunk](), 0
     for index, variant in visits(0, updates * recipe.groups_per_update, len(training), recipe):
         if (index, variant) not in arranged:
             found = arrange(training[index], header, recipe.seed, variant, recipe.max_tokens)

@@ -53,6 +53,13 @@ def evaluate(
             help="Corpus (JSON, JSONL) for questions without chunks: best pieces by BM25, in --max-chunks windows."
         ),
     ] = None,
+    glue_header: Annotated[
+        bool,
+        typer.Option(
+            "--glue-header",
+            help="Begin the first chunk with the header, as published inputs do; served, it has its own.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers to this file.", dir_okay=False, writable=True)
     ] = None,
@@ -90,7 +97,9 @@ def evaluate(
     for path in (json_file, chart):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)  # found out now, not after hours
-    job = EvaluationJob(parse_methods(methods), data, limit, max_chunks, max_tokens, work, articles)
+    job = EvaluationJob(
+        parse_methods(methods), data, limit, max_chunks, max_tokens, work, articles, glue_header=glue_header
+    )
     with ui.stages() as bar:
         evaluation = Evaluation(job, load_settings(), bar)
         plan = evaluation.plan()

@@ -30,7 +30,7 @@ class EvaluationRequest:
     Attributes:
         data: name of its data set.
         id: of the row.
-        chunks: token ids per chunk, header chunk first.
+        chunks: token ids per chunk; the first is the header chunk, or begins with the header.
         question_ids: ids that follow the chunks.
         answers: accepted answers, as text.
         answer_ids: their ids, as they follow the prompt.
@@ -86,6 +86,7 @@ def read_requests(
     max_tokens: int,
     articles: str | None = None,
     cuts: Sequence[Cut] = (),
+    glue_header: bool = False,
 ) -> list[DataSet]:
     """Read data sets and build their requests.
 
@@ -98,6 +99,7 @@ def read_requests(
         articles: corpus for rows without chunks of their own: their best chunks by BM25 (`pipelines.qa.articles`),
             capped and re-cut into `max_chunks` windows, as MultiHop-RAG's published inputs are.
         cuts: a data set for each of these, the capped chunks cut anew; none leaves them as they are.
+        glue_header: begin the first chunk with the header, as published inputs do, instead of a header chunk.
 
     Raises:
         DatasetError: a data set, or articles, that cannot be used.
@@ -130,7 +132,8 @@ def read_requests(
             found = [ids for ids in found if ids]
             question = template.question_ids([{"role": "user", "content": row.question}])
             for cut, requests in zip(variants, made, strict=True):
-                chunks = (header, *(found if cut is None else cut.of(found)))
+                own = tuple(found if cut is None else cut.of(found))
+                chunks = ((*header, *own[0]), *own[1:]) if glue_header and own else (header, *own)
                 requests.append(_request(cut_name(name, cut), row, chunks, question, target, settings))
                 _check_length(path, requests[-1], target)
         digest = dataset_digest(rows)

@@ -125,18 +125,18 @@ def epoch_order(groups: int, seed: int, epoch: int) -> list[int]:
 
 
 def arrange(group: TokenGroup, header: Chunk, seed: int, variant: int, max_tokens: int) -> tuple[Chunk, ...]:
-    """One arrangement of a group: some of its chunks, in some order, behind the header chunk.
+    """One arrangement of a group: some of its chunks, in some order, behind the header chunk if there is one.
 
     Args:
         group: its chunks.
-        header: the header chunk, which a served prompt begins with.
+        header: the header chunk, which a served prompt begins with; empty for none.
         seed, variant: decide the arrangement, together with the group's name: no state, so a resumed run sees what
             an uninterrupted one would have seen.
         max_tokens: most tokens, the header's included; chunks that would exceed it are left out.
     """
     random = Random(f"{seed}/{group.name}/{variant}")
     chosen = random.sample(group.chunks, random.randint(min(2, len(group.chunks)), len(group.chunks)))
-    result, room = [header], max_tokens - len(header)
+    result, room = [header] if header else [], max_tokens - len(header)
     for chunk in chosen:
         if len(chunk) <= room:
             result.append(chunk)

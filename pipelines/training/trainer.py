@@ -45,7 +45,7 @@ class TrainingJob:
     Attributes:
         training: groups to train on.
         validation: groups never trained on.
-        header: the header chunk.
+        header: the header chunk, which every example begins with; empty for none.
         size: a key of `repair.network.SIZES`.
         updates: length of the run, and horizon of the learning rate.
         output: directory of checkpoint, state and curve; every worker sees it.
@@ -62,7 +62,7 @@ class TrainingJob:
 
     def digest(self, fingerprint: str, settings: TrainingSettings) -> str:
         """SHA-256 over all that decides the numbers of a run."""
-        free = {"cache_dir", "cache_bytes", "checkpoint_every", "validate_every", "workers"}
+        free = {"cache_dir", "cache_bytes", "checkpoint_every", "validate_every", "workers", "header_chunk"}
         parts = [fingerprint, settings.model_dump(exclude=free), self.size, self.updates, self.header]
         parts += [[group.name, group.chunks] for group in (*self.training, *self.validation)]
         parts += [self.parent.weights_sha256] if self.parent is not None else []
@@ -263,6 +263,7 @@ class Trainer:
             "effective_document_batch": recipe.groups_per_update,
             "groups": len(self._job.training),
             "arrangements_per_group": recipe.variants,
+            "header_chunk": recipe.header_chunk,
             "checkpoint_step": update,
             "learning_rate_horizon_updates": self._job.updates,
             "objective": recipe.objective,

@@ -95,7 +95,7 @@ def validate(network: RepairNetwork, pairs: Iterable[TrainingPair], statistics: 
 
 
 def region_masks(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Which tokens belong to which of `REGIONS`: float64 `[regions, T]`. The first chunk is the header chunk."""
+    """Which tokens belong to which of `REGIONS`: float64 `[regions, T]`. The first chunk lacks nothing."""
     chunk_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     within_T = torch.cat([torch.arange(length) for length in lengths])
     first, start = chunk_T == 0, within_T < BOUNDARY_TOKENS

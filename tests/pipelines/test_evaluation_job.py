@@ -196,6 +196,21 @@ def test_stale_kv_comes_from_the_store(settings, tmp_path: Path) -> None:
     assert list(store.keys()) == [store.format.key(stored)]
 
 
+def test_a_glued_header_moves_a_chunk_boundary_and_nothing_else(settings, song, tmp_path: Path) -> None:
+    target = TargetLLM.load(settings=settings)
+    (served,), (glued,) = (
+        read_requests([song], target, settings, 0, 4, 4096, glue_header=glue) for glue in (False, True)
+    )
+    for own, other in zip(served.requests, glued.requests, strict=True):
+        header, first, *rest = own.chunks
+        assert other.chunks == ((*header, *first), *rest) and other.question_ids == own.question_ids
+    found, apart = (evaluate("stale", [song], settings, tmp_path, glue_header=glue) for glue in (True, False))
+    assert found["methods"]["full"]["gold_logprob"] == apart["methods"]["full"]["gold_logprob"]
+    assert found["methods"]["stale"]["kl_to_full"] != apart["methods"]["stale"]["kl_to_full"]
+    assert found["config"]["data"]["song"]["chunks"] == apart["config"]["data"]["song"]["chunks"] == len(TEXTS)
+    assert found["config"]["limits"]["glue_header"] and not apart["config"]["limits"]["glue_header"]
+
+
 def test_chunks_are_capped(settings, song) -> None:
     target = TargetLLM.load(settings=settings)
     (data,) = read_requests([song], target, settings, limit=1, max_chunks=2, max_tokens=11)

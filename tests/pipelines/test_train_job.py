@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings
-from kvcache.target import TargetLLM
+from kvcache.target import TargetLLM, load_tokenizer
 from pipelines import train as job
 from pipelines.training.state import StateError
 from pipelines.training.trainer import STATE_FILE
@@ -72,6 +73,19 @@ def test_the_plan_says_what_it_costs(alone: tuple[job.TrainPlan, job.TrainReport
     per_token = 2 * 3 * 2 * 32 * 2  # K and V, layers, heads, head size, float16
     assert plan.bytes == plan.prefill_tokens * per_token
     assert plan.tokens < plan.prefill_tokens
+
+
+@pytest.mark.usefixtures("untimed")
+def test_examples_may_come_without_a_header_chunk(
+    alone: tuple[job.TrainPlan, job.TrainReport, list], directory: str, groups: Path, folder: Path
+) -> None:
+    what = settings(directory, folder, header_chunk=False)
+    plan = job.plan(groups, None, "S", UPDATES, folder / "bare", what)
+    header = PromptTemplate(load_tokenizer(what), what.prompt).header_ids()
+    assert alone[0].tokens - plan.tokens == UPDATES * what.training.groups_per_update * len(header) > 0
+    report = job.train(plan, what)
+    assert read_config(report.output).training["header_chunk"] is False
+    assert read_config(alone[1].output).training["header_chunk"] is True
 
 
 def test_progress_is_the_curve(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:

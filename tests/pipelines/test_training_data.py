@@ -96,6 +96,13 @@ def test_arrangements_put_the_header_first_and_vary_order_number_and_choice() ->
     assert seen != [arrange(group, HEADER, 8, variant, 1000) for variant in range(60)]
 
 
+def test_without_a_header_the_same_chunks_come_in_the_same_order() -> None:
+    group = TokenGroup("g", tuple((10 + c,) * 5 for c in range(5)))
+    for variant in range(20):
+        header, *chunks = arrange(group, HEADER, 7, variant, 1000)
+        assert header == HEADER and arrange(group, (), 7, variant, 1000) == tuple(chunks)
+
+
 def test_an_arrangement_keeps_within_its_tokens() -> None:
     group = TokenGroup("g", tuple((10 + c,) * (5 + c) for c in range(5)))
     for variant in range(60):
