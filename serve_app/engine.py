@@ -46,7 +46,7 @@ class EngineDeployment:
             ApiError: nothing else, since the caller could only unpickle vLLM's errors by importing vLLM.
         """
         self._meter.arrived()
-        begin, stages, tokens = time.perf_counter(), {"queue": 0.0, "first_token": 0.0}, 0
+        begin, stages, tokens, answered = time.perf_counter(), {"queue": 0.0, "first_token": 0.0}, 0, False
         try:
             async with aclosing(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
@@ -63,11 +63,15 @@ class EngineDeployment:
             )
             queue_s = stages["queue"]
             self._meter.served(time.perf_counter() - begin - queue_s, stages["first_token"] - queue_s)
+            answered = True
         except ValueError as error:
             raise bad_request(str(error)) from None
         except Exception as error:
             logger.exception("%s: the engine failed", request.request_id)
             raise to_api_error(error) from None
+        finally:
+            if not answered:
+                self._meter.given_up()
 
     async def ready(self) -> None:
         """Raises ApiError when the engine is gone."""

@@ -34,7 +34,7 @@ class ServiceMeter:
 
     def arrived(self) -> None:
         """A request has come in."""
-        self._arrived.append(self._now())
+        self._note(self._arrived)
 
     def served(self, service_s: float, first_s: float, alone_s: Sequence[float] = ()) -> None:
         """A request has ended.
@@ -46,8 +46,12 @@ class ServiceMeter:
                 every request of the replica. A pipeline whose busiest part is never idle holds service / alone requests
                 (Little): those are its slots.
         """
-        self._left.append(self._now())
+        self._note(self._left)
         self._served.append((service_s, first_s, alone_s))
+
+    def given_up(self) -> None:
+        """A request has left without the work that it came for: it says nothing of how long that takes."""
+        self._note(self._left)
 
     def stats(self) -> dict[str, float]:
         """For Ray's `record_autoscaling_stats`.
@@ -69,7 +73,14 @@ class ServiceMeter:
             "first_s": sorted(first)[int(0.95 * (len(first) - 1))] if first else 0.0,
         }
 
+    def _note(self, times: deque[float]) -> None:
+        times.append(self._now())
+        self._forget(times)  # here too: without autoscaling nobody asks for rates
+
     def _rate(self, times: deque[float]) -> float:
+        self._forget(times)
+        return len(times) / WINDOW_S
+
+    def _forget(self, times: deque[float]) -> None:
         while times and times[0] <= self._now() - WINDOW_S:
             times.popleft()
-        return len(times) / WINDOW_S

@@ -48,12 +48,12 @@ class RepairerDeployment:
             UnknownMethodError, MethodParamsError: the request cannot be worked on.
         """
         self._meter.arrived()
-        result = await self._mender.mend(request)
-        work = {stage: seconds for stage, seconds in result.stages.items() if stage not in _WAITS}
-        service, fetch = sum(work.values()), work.get("fetch", 0.0)
-        writing = sum(work.get(stage, 0.0) for stage in _WRITING)
-        # One request at a time is on the device, and one is handed off.
-        self._meter.served(service, service, (service - fetch - writing, writing))
+        try:
+            result = await self._mender.mend(request)
+        except BaseException:
+            self._meter.given_up()
+            raise
+        self._measure(result)
         log_request(
             "mended",
             request.request_id,
@@ -65,6 +65,16 @@ class RepairerDeployment:
             fallback=result.fallback,
         )
         return result
+
+    def _measure(self, result: MendResult) -> None:
+        if result.fallback is not None:
+            self._meter.given_up()
+            return
+        work = {stage: seconds for stage, seconds in result.stages.items() if stage not in _WAITS}
+        service, fetch = sum(work.values()), work.get("fetch", 0.0)
+        writing = sum(work.get(stage, 0.0) for stage in _WRITING)
+        # One request at a time is on the device, and one is handed off.
+        self._meter.served(service, service, (service - fetch - writing, writing))
 
     async def ready(self) -> None:
         """Return when requests can be worked on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,33 @@ def test_a_replica_measures_rates_services_and_its_pipeline() -> None:
     assert stats["slots"] == 2.0  # half of a service is on the device: two requests keep it busy
     assert stats["departures"] == pytest.approx(1.0, abs=1 / WINDOW_S) and stats["age_s"] == 20.0
     assert stats["arrivals"] == pytest.approx(1.0, abs=1 / WINDOW_S)
+
+
+def test_a_request_that_is_given_up_has_left_and_says_nothing_of_the_work() -> None:
+    meter = ServiceMeter(2.0)
+    meter.given_up()
+    assert meter.stats()["service_s"] < 0 and meter.stats()["departures"] == 1 / WINDOW_S
+    meter.served(service_s=3.0, first_s=3.0)
+    meter.given_up()
+    assert meter.stats()["service_s"] == 3.0 and meter.stats()["departures"] == 3 / WINDOW_S
+
+
+def test_a_meter_that_nobody_asks_does_not_grow() -> None:
+    now = [0.0]
+    meter = ServiceMeter(2.0, now=lambda: now[0])
+
+    def serve(requests: int) -> int:
+        for _ in range(requests):
+            now[0] += 0.1
+            meter.arrived()
+            meter.served(service_s=3.0, first_s=2.0, alone_s=(1.5, 0.1))
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        assert abs(serve(10_000) - serve(500)) < 50_000  # what one request leaves takes 48 bytes twice
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_busiest_part_over_all_requests_gives_the_slots() -> None:
