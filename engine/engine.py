@@ -71,7 +71,7 @@ class Engine:
         try:
             if ticket is not None:
                 try:
-                    ticket = await localise(ticket, self._inbox)
+                    ticket = await localise(ticket, self._inbox, self._settings.handoff.wait_s)
                 except (HandoffError, LeaseError, ArenaFullError) as error:
                     ticket, miss = None, type(error).__name__
             async for delta in self._attempt(request, request.request_id, ticket, miss):

@@ -96,8 +96,8 @@ class Arena:
             raise ValueError(f"a hand-off of {nbytes} bytes does not fit an arena of {self.capacity} bytes")
         with self._lock:
             self._sweep()
-            offset = self._take(size)
             slot = self._take_slot()
+            offset = self._take(size)  # last: what it takes is only given back by way of a live slot
             self._live[slot] = (offset, size)
             slot_id = os.urandom(8).hex()
             self._table[slot] = (slot_id.encode(), _WRITING, 0, 0.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -21,12 +22,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvcache.arena import Arena, ArenaAddress, ArenaReader, LeaseError
+from kvcache.arena import Arena, ArenaAddress, ArenaFullError, ArenaReader, LeaseError
 from kvcache.geometry import Geometry
+
+_RETRY_S = 0.005
 
 
 class HandoffError(ValueError):
-    """A ticket that must not be loaded: malformed, of another target, of other tokens, or of other shapes."""
+    """A hand-off that cannot be made, or a ticket that must not be loaded: malformed, of another target, of other
+    tokens, or of other shapes."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,41 @@ class RayTransport:
         return HandoffWriter(memory, identity.shape, commit, lambda: None)
 
 
-async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> dict[str, Any]:
+async def reserve(transport: Transport, identity: HandoffIdentity, wait_s: float) -> HandoffWriter:
+    """Memory for a hand-off, as soon as there is room.
+
+    Args:
+        transport: gives it.
+        identity: of the hand-off.
+        wait_s: longest wait, in seconds.
+
+    Raises:
+        ArenaFullError: no room until then.
+        HandoffError: there never will be.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return transport.reserve(identity)
+        except ValueError as error:
+            raise HandoffError(str(error)) from None
+        except ArenaFullError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_RETRY_S)
+
+
+async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport, wait_s: float) -> dict[str, Any]:
     """A ticket that a worker on this node can read; the same one when it already can.
+
+    Args:
+        ticket: from a maker anywhere.
+        transport: this node's memory.
+        wait_s: seconds to wait for room in it.
 
     Raises:
         LeaseError: its maker is gone, or on another node without Ray's transport.
-        ArenaFullError: no room on this node now.
+        ArenaFullError: no room on this node in time.
         HandoffError: not a ticket, or larger than this node's arena.
     """
     if ticket.get("kind") == "shared_memory":
@@ -131,18 +164,21 @@ async def localise(ticket: dict[str, Any], transport: SharedMemoryTransport) -> 
         data = await ticket["object"]
     except RayError as error:
         raise LeaseError(f"Ray lost the hand-off: {error}") from None
-    return await asyncio.to_thread(_copy_in, HandoffIdentity(**ticket["identity"]), data, transport)
-
-
-def _copy_in(identity: HandoffIdentity, data: np.ndarray, transport: SharedMemoryTransport) -> dict[str, Any]:
+    writer = await reserve(transport, HandoffIdentity(**ticket["identity"]), wait_s)
+    copying = asyncio.ensure_future(asyncio.to_thread(_copy, data, writer))
     try:
-        writer = transport.reserve(identity)
-    except ValueError as error:
-        raise HandoffError(str(error)) from None
+        await asyncio.shield(copying)
+    except BaseException:
+        # Cancelled meanwhile: the memory may be given back only when nobody writes into it any more.
+        copying.add_done_callback(lambda _: writer.abandon())
+        raise
+    return writer.commit()
+
+
+def _copy(data: np.ndarray, writer: HandoffWriter) -> None:
     # As bytes: Ray's arrays are read-only, and numpy knows no bfloat16.
     for part, source in zip((writer.k, writer.v), data.reshape(2, -1), strict=True):
         np.copyto(part.view(torch.uint8).numpy().reshape(-1), source)
-    return writer.commit()
 
 
 class HandoffReader:

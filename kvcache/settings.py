@@ -100,13 +100,14 @@ class HandoffSettings(Section):
     """How a repaired prefix travels from the repair actor to the engine."""
 
     transport: Literal["auto", "shared_memory", "ray"] = "auto"
-    """shared_memory on one node; ray (object transport) across nodes; auto looks at the cluster."""
+    """shared_memory on one node; ray (object transport, a copy more on each side) across nodes. auto takes ray where
+    the cluster has more than one node when a repairer starts, a head node without replicas included."""
     arena_bytes: PositiveInt = 512 * MiB
-    """Shared memory each maker holds for hand-offs in flight."""
+    """Shared memory for hand-offs in flight that each repairer holds, and each engine for those from Ray."""
     lease_s: PositiveFloat = 60.0
     """Seconds after which a hand-off that nobody loaded is taken back."""
     wait_s: PositiveFloat = 10.0
-    """Seconds a request waits for free arena memory; past it the request falls back to full prefill."""
+    """Seconds a request waits for free arena memory on either side; past it the engine computes its whole prompt."""
 
 
 class RetrievalSettings(Section):

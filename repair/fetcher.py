@@ -30,11 +30,17 @@ _MOST_STORING = 16
 
 
 class FetchError(Exception):
-    """The chunks are not to be had in time; `reason` is what the fallback is counted under."""
+    """The chunks are not to be had in time.
 
-    def __init__(self, reason: str) -> None:
+    Attributes:
+        reason: what the fallback is counted under.
+        misses: chunks that were not found as they should be until then, by reason.
+    """
+
+    def __init__(self, reason: str, misses: dict[str, int] | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.misses = misses or {}
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Fetcher:
                 async with asyncio.timeout_at(deadline):
                     pinned = await asyncio.gather(*map(_result, futures))
             except TimeoutError:
-                raise FetchError("fetch_deadline") from None
+                raise FetchError("fetch_deadline", dict(Counter(misses))) from None
             in_host = sum(pin.hit for pin in pinned)
             hits = {"host": in_host, "store": len(pinned) - in_host - len(misses)}
             yield Fetched([pin.chunk for pin in pinned], {k: n for k, n in hits.items() if n}, dict(Counter(misses)))

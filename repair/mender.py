@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache.arena import ArenaFullError
 from kvcache.chunk import token_digest
-from kvcache.handoff import HandoffIdentity, HandoffWriter, Transport
+from kvcache.handoff import HandoffError, HandoffIdentity, HandoffWriter, Transport, reserve
 from kvcache.host_tier import HostTier
 from kvcache.settings import Settings
 from kvcache.store import ChunkStore
@@ -23,8 +23,6 @@ from repair.registry import UnknownMethodError, create, offered
 from repair.types import MendRequest, MendResult
 
 logger = logging.getLogger(__name__)
-
-_RETRY_S = 0.005
 
 
 class Mender:
@@ -82,7 +80,7 @@ class Mender:
                 stages["fetch"] = time.perf_counter() - begin
                 return await self._repair(request, repairer, fetched, stages)
         except FetchError as error:
-            return self._fall_back(request, error.reason, stages, {})
+            return self._fall_back(request, error.reason, stages, {}, error.misses)
 
     async def _repair(
         self, request: MendRequest, repairer: Repairer, fetched: Fetched, stages: dict[str, float]
@@ -94,9 +92,11 @@ class Mender:
         stages["repair_queue"] = time.perf_counter() - begin - repaired.seconds
         stages.update(prefix.stages or {"repair": repaired.seconds})
         begin = time.perf_counter()
-        writer = await self._reserve(request, prefix)
-        if isinstance(writer, str):
-            return self._fall_back(request, writer, stages, fetched.misses)
+        try:
+            writer = await reserve(self._transport, self._identity(request, prefix), self._handoff_wait_s)
+        except (ArenaFullError, HandoffError) as error:
+            reason = "handoff_full" if isinstance(error, ArenaFullError) else "handoff_too_large"
+            return self._fall_back(request, reason, stages, fetched.hits, fetched.misses)
         writing = self._writer.submit(self._write, prefix, writer)
         try:
             ticket, written = await asyncio.shield(asyncio.wrap_future(writing))
@@ -115,9 +115,8 @@ class Mender:
         ticket = writer.commit()
         return ticket, {"rotary": rotated - begin, "handoff": time.perf_counter() - rotated}
 
-    async def _reserve(self, request: MendRequest, prefix: RepairedPrefix) -> HandoffWriter | str:
-        """Memory for the hand-off, or why there is none."""
-        identity = HandoffIdentity(
+    def _identity(self, request: MendRequest, prefix: RepairedPrefix) -> HandoffIdentity:
+        return HandoffIdentity(
             request_id=request.request_id,
             rows=prefix.rows,
             token_digest=token_digest(prefix.token_ids),
@@ -125,24 +124,20 @@ class Mender:
             shape=self._target.geometry.kv_shape(prefix.rows),
             dtype=str(self._target.dtype).removeprefix("torch."),
         )
-        deadline = time.monotonic() + self._handoff_wait_s
-        while True:
-            try:
-                return self._transport.reserve(identity)
-            except ValueError:
-                return "handoff_too_large"
-            except ArenaFullError:
-                if time.monotonic() > deadline:
-                    return "handoff_full"
-                await asyncio.sleep(_RETRY_S)
 
     def _fall_back(
-        self, request: MendRequest, reason: str, stages: dict[str, float], misses: dict[str, int]
+        self,
+        request: MendRequest,
+        reason: str,
+        stages: dict[str, float],
+        hits: dict[str, int],
+        misses: dict[str, int],
     ) -> MendResult:
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("falling back to full prefill: %s (said once; see the metrics for counts)", reason)
-        return MendResult(request.method, joined(request.chunks), None, stages=stages, misses=misses, fallback=reason)
+        prefix_ids = joined(request.chunks)
+        return MendResult(request.method, prefix_ids, None, 0, stages, hits, misses, fallback=reason)
 
     def shutdown(self) -> None:
         """End the threads, when every computed chunk is stored."""

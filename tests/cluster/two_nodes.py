@@ -45,7 +45,7 @@ class EngineSide:
         self._reader = HandoffReader(fingerprint, geometry, torch.float32)
 
     async def load(self, ticket: dict[str, Any]) -> list[str]:
-        local = await localise(ticket, self._inbox)
+        local = await localise(ticket, self._inbox, wait_s=0)
         found = digests(self._reader.open(local))
         self._reader.confirm(local)
         self._reader.release(local)

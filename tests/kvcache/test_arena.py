@@ -66,6 +66,22 @@ def test_full_then_free(arena):
         arena.reserve(65 * PAGE)
 
 
+def test_more_hand_offs_than_slots_are_refused_and_lose_no_room():
+    arena = Arena(2048 * PAGE, lease_s=60)
+    blocks = []
+    with pytest.raises(ArenaFullError, match="slots"):
+        while True:
+            blocks.append(arena.reserve(1))
+    for _ in range(3):
+        with pytest.raises(ArenaFullError):
+            arena.reserve(1)
+    arena.check_integrity()
+    for block in blocks:
+        arena.abandon(block)
+    arena.abandon(arena.reserve(2048 * PAGE))
+    arena.close()
+
+
 def test_lease_runs_out():
     arena = Arena(4 * PAGE, lease_s=0.5)
     reader = ArenaReader()

@@ -168,6 +168,20 @@ async def test_slow_storage_falls_back_within_the_deadline(tiny, tmp_path):
     rig.mender.shutdown()
 
 
+async def test_what_was_missing_counts_when_the_request_falls_back(tiny, tmp_path, monkeypatch):
+    rig = Rig(tiny, tmp_path / "store", store={"deadline_s": 1.0})
+    rig.precompute()
+    for ids in CHUNKS[:2]:
+        DAMAGE["truncated"](rig.path(ids))
+    gate, compute = threading.Event(), rig.target.stale_kv
+    monkeypatch.setattr(rig.target, "stale_kv", lambda chunks: gate.wait(30) and compute(chunks))
+    result = await rig.mend()
+    assert result.fallback == "fetch_deadline" and result.misses == {"truncated": 2}
+    gate.set()
+    await rig.settle()
+    rig.mender.shutdown()
+
+
 async def test_no_room_to_hand_off_falls_back(tiny, tmp_path):
     rows = sum(map(len, CHUNKS))
     nbytes = tiny.geometry.kv_bytes(rows, torch.float32)
@@ -176,6 +190,7 @@ async def test_no_room_to_hand_off_falls_back(tiny, tmp_path):
     rig.precompute()
     first, second = await rig.mend(), await rig.mend()
     assert first.fallback is None and second.fallback == "handoff_full"
+    assert second.hits == {"host": 3}
     rig.read(first)
     assert (await rig.mend()).fallback is None
     small = Rig(tiny, tmp_path / "store", handoff={"arena_bytes": 4096})
