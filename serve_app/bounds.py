@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from kvcache.settings import Settings
-from serve_app.errors import ApiError, bad_request, from_validation, nearest
+from serve_app.errors import CLIENT_GONE, ApiError, bad_request, from_validation, nearest
 from serve_app.schemas import ChatRequest, CompletionRequest, RagOptions
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
@@ -37,7 +38,8 @@ async def read_body(request: HttpRequest, limit: int) -> bytes:
     """Read the body, at most `limit` bytes of it, whatever `content-length` says.
 
     Raises:
-        ApiError: 415 for another content type, 413 for a longer body, 400 for bytes that are not UTF-8.
+        ApiError: 415 for another content type, 413 for a longer body, 400 for bytes that are not UTF-8, 499 where the
+            client leaves before its end.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -48,10 +50,13 @@ async def read_body(request: HttpRequest, limit: int) -> bytes:
     if declared.isdecimal() and int(declared) > limit:
         raise _too_long(limit)
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise _too_long(limit)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise _too_long(limit)
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client left before the end of its body", code="client_gone") from None
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -82,13 +87,12 @@ def parse(body: bytes, model: type[AnyRequest], settings: Settings) -> AnyReques
         )
     most = settings.engine.max_model_len
     if isinstance(request, CompletionRequest) and request.token_ids is not None and len(request.token_ids) >= most:
-        wanted = request.answer_tokens or settings.api.default_max_tokens
-        raise context_exceeded(len(request.token_ids), wanted, most)
+        raise _context_exceeded(request, len(request.token_ids), settings)
     _check_texts(request, settings)
     if request.rag is not None:
         _check_rag(request.rag, settings)
     if request.answer_tokens is not None and request.answer_tokens >= most:
-        raise context_exceeded(None, request.answer_tokens, most)
+        raise _context_exceeded(request, None, settings)
     return request
 
 
@@ -123,33 +127,41 @@ def _check_rag(rag: RagOptions, settings: Settings) -> None:
         )
 
 
-def check_context(prompt_tokens: int, max_tokens: int, asked: bool, settings: Settings) -> int:
-    """The answer length that fits behind a prompt.
+def check_context(request: ChatRequest | CompletionRequest, prompt_tokens: int, settings: Settings) -> int:
+    """The answer length that fits behind a prompt: what the client asks for, or as much of the default as fits.
 
     Args:
+        request: the client's.
         prompt_tokens: tokens of the whole prompt.
-        max_tokens: answer length wanted.
-        asked: whether the client asked for that length; the default is cut to what fits instead.
+        settings: context and default length.
 
     Raises:
         ApiError: 400 `context_length_exceeded`.
     """
-    room = settings.engine.max_model_len - prompt_tokens
-    if room < 1 or (asked and max_tokens > room):
-        raise context_exceeded(prompt_tokens, max_tokens, settings.engine.max_model_len)
-    return min(max_tokens, room)
+    asked, room = request.answer_tokens, settings.engine.max_model_len - prompt_tokens
+    if room < 1 or (asked is not None and asked > room):
+        raise _context_exceeded(request, prompt_tokens, settings)
+    return min(asked or settings.api.default_max_tokens, room)
 
 
-def context_exceeded(prompt_tokens: int | None, max_tokens: int, most: int) -> ApiError:
+def _context_exceeded(
+    request: ChatRequest | CompletionRequest, prompt_tokens: int | None, settings: Settings
+) -> ApiError:
     """The error OpenAI's clients know for prompts and answers that do not fit."""
+    most, wanted = settings.engine.max_model_len, request.answer_tokens or settings.api.default_max_tokens
+    is_chat = isinstance(request, ChatRequest)
     if prompt_tokens is None:
-        message = f"`max_tokens` is {max_tokens}, but the model's context is {most} tokens in all: ask for fewer"
+        message = f"`max_tokens` is {wanted}, but the model's context is {most} tokens in all: ask for fewer"
     else:
+        shorter = f"shorten the {'question' if is_chat else 'prompt'}"
+        fewer = ", lower `rag.top_k`," if is_chat or request.rag is not None else ""
         message = (
-            f"the prompt has {prompt_tokens} tokens and the answer up to {max_tokens}, together more than the model's "
-            f"context of {most}: shorten the question, lower `rag.top_k`, or lower `max_tokens`"
+            f"the prompt has {prompt_tokens} tokens and the answer up to {wanted}, together more than the model's "
+            f"context of {most}: {shorter}{fewer} or lower `max_tokens`"
         )
-    param = "max_tokens" if prompt_tokens is None or prompt_tokens < most else "messages"
+    param = "messages" if is_chat else "prompt"
+    if prompt_tokens is None or prompt_tokens < most:
+        param = "max_tokens"
     return bad_request(message, param=param, code="context_length_exceeded")
 
 

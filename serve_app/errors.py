@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
+CLIENT_GONE = 499
+"""Status of a request whose client left before its answer; nobody gets it, metrics and logs have it."""
 RETRY_AFTER_S = 1.0
 """Seconds a refused client is asked to wait."""
 

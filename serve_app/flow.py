@@ -23,7 +23,7 @@ from serve_app.messages import GenerateDelta, GenerateRequest, MendRequest, Mend
 from serve_app.metrics import RequestMetrics
 from serve_app.prompts import Prompts
 from serve_app.replies import Citation, RagInfo
-from serve_app.schemas import ChatRequest, CompletionRequest, RagOptions, Sampling
+from serve_app.schemas import ChatRequest, CompletionRequest, RagOptions
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Flow:
             prefix, question = await self._prefix(request, answer)
             prompt = (*prefix, *question)
             answer.prompt_tokens = len(prompt)
-            max_tokens = self._max_tokens(request, len(prompt))
+            max_tokens = check_context(request, len(prompt), self._settings)
             call = GenerateRequest(answer.reply_id, prompt, answer.handoff, request.sampling(max_tokens))
             with _timed(answer.stages, "engine"):
                 await self._generate(answer, call)
@@ -143,7 +143,7 @@ class Flow:
                 search.cancel()
         answer.stages |= found.stages
         chunks = tuple(chunk.token_ids for chunk in found.chunks)
-        self._max_tokens(request, len(header) + sum(map(len, chunks)) + len(question))
+        check_context(request, len(header) + sum(map(len, chunks)) + len(question), self._settings)
         ids = (header, *chunks) if header else chunks
         own_header = isinstance(request, ChatRequest) and request.system is not None
         with _timed(answer.stages, "mend"):
@@ -155,11 +155,6 @@ class Flow:
         answer.rag = _rag_info(corpus, found, mended)
         self._metrics.mended(mended.hits, mended.misses)
         return mended.prefix_ids, question
-
-    def _max_tokens(self, request: Sampling, prompt_tokens: int) -> int:
-        asked = request.answer_tokens
-        wanted = asked or self._settings.api.default_max_tokens
-        return check_context(prompt_tokens, wanted, asked is not None, self._settings)
 
     async def _mend(self, request: MendRequest) -> MendResult:
         response = self._repairer.mend.remote(request)

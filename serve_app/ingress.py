@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from kvcache.settings import Settings
 from kvcache.target import load_tokenizer
 from serve_app.bounds import check_request_id, parse, read_body
-from serve_app.errors import ApiError, overloaded, to_api_error, unavailable
+from serve_app.errors import CLIENT_GONE, ApiError, overloaded, to_api_error, unavailable
 from serve_app.flow import Answer, Flow, new_answer
 from serve_app.metrics import NodeMetrics, RequestMetrics
 from serve_app.prompts import Prompts
@@ -32,7 +32,6 @@ from serve_app.writers import ChatWriter, CompletionWriter, stage_headers
 logger = logging.getLogger("ray.serve")
 
 READY_TIMEOUT_S = 5.0
-CLIENT_GONE = 499
 _SLEEPERS = ("Repairer", "Engine")
 
 

@@ -142,7 +142,7 @@ CASES: dict[str, tuple[str, bytes, int, str | None, str | None, str]] = {
     "id beyond int64": (COMPLETIONS, completion([10**30]), 400, "invalid_token_id", "prompt", "0 to"),
     "two prompts": (COMPLETIONS, completion(["a", "b"]), 400, "invalid_value", None, "one prompt"),
     "ids to search for": (COMPLETIONS, completion([1, 2], rag={}), 400, "invalid_value", None, "needs words"),
-    "long ids": (COMPLETIONS, completion([5] * 500), 400, "context_length_exceeded", None, str(MAX_MODEL_LEN)),
+    "long ids": (COMPLETIONS, completion([5] * 500), 400, "context_length_exceeded", "prompt", "shorten the prompt or"),
     "echo": (COMPLETIONS, completion(echo=True), 400, "invalid_value", "echo", "not supported"),
     "best_of": (COMPLETIONS, completion(best_of=3), 400, "invalid_value", "best_of", "one answer"),
     "no such path": ("/v1/embeddings", b"{}", 404, "not_found", None, "no such path"),

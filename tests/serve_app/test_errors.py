@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
 
 from repair.base import MethodParamsError
 from repair.registry import UnknownMethodError
 from retrieval.errors import UnknownChunkError, UnknownCorpusError
+from serve_app.bounds import read_body
 from serve_app.errors import ApiError, to_api_error, unavailable
 
 
@@ -55,3 +58,15 @@ def test_an_api_error_survives_pickling() -> None:
     error = unavailable("gone")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.body(), copy.headers()) == (error.status, error.body(), error.headers())
+
+
+async def test_a_client_that_leaves_before_the_end_of_its_body_is_no_fault_of_the_service() -> None:
+    told = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(told)
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(ApiError) as error:
+        await read_body(Request(scope, receive), 1000)
+    assert (error.value.status, error.value.code) == (499, "client_gone")
