@@ -297,7 +297,7 @@ class TrainingSettings(Section):
     max_tokens: PositiveInt = 1024
     """Longest prefix of a training example in tokens, header chunk included; chunks beyond are left out."""
     header_chunk: bool = True
-    """Whether the header chunk comes first, as it is served. False is published: an example is its passages alone."""
+    """Whether the header chunk comes first, as it is served. False as published, as far as is known: passages alone."""
     variants: PositiveInt = 4
     """Arrangements (order, number and choice of chunks) of a group; epoch e visits arrangement e modulo this."""
     held_out: PositiveInt = 24
