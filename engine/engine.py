@@ -67,34 +67,42 @@ class Engine:
             BadRequestError: sampling parameters or prompt that vLLM refuses.
             EngineDeadError: the engine is gone.
         """
-        ticket, miss = request.handoff, None
+        ticket, miss, stages = request.handoff, None, {}
         try:
             if ticket is not None:
+                begin, sent = time.perf_counter(), ticket
                 try:
                     ticket = await localise(ticket, self._inbox, self._settings.handoff.wait_s)
                 except (HandoffError, LeaseError, ArenaFullError) as error:
                     ticket, miss = None, type(error).__name__
-            async for delta in self._attempt(request, request.request_id, ticket, miss):
+                if ticket is not sent:
+                    stages["inbox"] = time.perf_counter() - begin
+            async for delta in self._attempt(request, request.request_id, ticket, miss, stages):
                 if delta.finish_reason == _LOAD_FAILED and ticket is not None:
                     break
                 yield delta
             else:
                 return
             # The worker lost the hand-off between vLLM's planning and its load; nothing has been said yet.
-            async for delta in self._attempt(request, f"{request.request_id}-again", None, LOST):
+            async for delta in self._attempt(request, f"{request.request_id}-again", None, LOST, stages):
                 yield delta
         finally:
             release(ticket)
 
     async def _attempt(
-        self, request: GenerateRequest, request_id: str, ticket: dict[str, Any] | None, miss: str | None
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        ticket: dict[str, Any] | None,
+        miss: str | None,
+        before: dict[str, float],
     ) -> AsyncIterator[GenerateDelta]:
         assert self._llm is not None, "start the engine first"
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
         begin, first = time.perf_counter(), True
         try:
             async for output in self._llm.generate(prompt, _sampling(request.sampling, ticket), request_id):
-                stages = {"first_token": time.perf_counter() - begin} if first else {}
+                stages = {**before, "first_token": time.perf_counter() - begin} if first else {}
                 yield self._delta(output, stages, miss)
                 first = False
         except (VLLMValidationError, ValueError) as error:

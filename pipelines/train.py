@@ -24,11 +24,11 @@ from ray.train.torch import TorchTrainer
 
 from kvcache.geometry import Geometry
 from kvcache.prompt import PromptTemplate
-from kvcache.settings import Settings
+from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM, load_config, load_tokenizer
 from pipelines.placement import for_workers, target_actors
 from pipelines.training.curve import read_curve
-from pipelines.training.groups import Chunk, arrange, read_groups, split
+from pipelines.training.groups import Chunk, TokenGroup, arrange, read_groups, split
 from pipelines.training.initial import find_parent, network_config
 from pipelines.training.pairs import joint_kv
 from pipelines.training.trainer import CURVE_FILE, Trainer, TrainingJob, visits
@@ -115,7 +115,7 @@ def plan(
             follow from the group file: with another file than its own it may have been trained on some of them.
 
     Raises:
-        ValueError: an unknown size, or nothing to train on.
+        ValueError: an unknown size, nothing to train on, or an example without a chunk.
         CheckpointError: `init_from` cannot be begun with.
         GroupError: a line of the data that cannot be used.
     """
@@ -133,10 +133,12 @@ def plan(
     chunks, tokens = set[Chunk](), 0
     for index, variant in visits(0, updates * recipe.groups_per_update, len(training), recipe):
         if (index, variant) not in arranged:
-            found = arrange(training[index], header, recipe.seed, variant, recipe.max_tokens)
+            found = _arranged(training[index], header, variant, recipe)
             chunks.update(found)
             arranged[index, variant] = sum(map(len, found))
         tokens += arranged[index, variant]
+    for group in validation:
+        _arranged(group, header, 0, recipe)
     stale, joint = sum(map(len, chunks)), sum(arranged.values())
     per_token = geometry.kv_bytes(1, getattr(torch, recipe.cache_dtype))
     timed = _timed(settings, size)
@@ -151,6 +153,13 @@ def plan(
         seconds_estimate=((stale + joint) * timed["prefill"] + tokens * timed["update"]) / recipe.workers,
         job=job,
     )
+
+
+def _arranged(group: TokenGroup, header: Chunk, variant: int, recipe: TrainingSettings) -> tuple[Chunk, ...]:
+    found = arrange(group, header, recipe.seed, variant, recipe.max_tokens)
+    if not found:  # only without a header chunk: found out now, not after hours
+        raise ValueError(f"group {group.name!r}: none of its chunks fits training.max_tokens ({recipe.max_tokens})")
+    return found
 
 
 def train(what: TrainPlan, settings: Settings, progress: Progress | None = None) -> TrainReport:

@@ -46,7 +46,7 @@ class Stage:
         replicas: wanted now.
         slots: requests that one replica serves at once.
         in_flight: requests served or waiting, a recent mean.
-        arrivals, departures: requests per second that came and that were answered, recent means.
+        arrivals, departures: requests per second that came and that left, recent means.
         service_s: mean seconds that a request holds a slot; None before the first has ended.
         spread: squared coefficient of variation of those seconds: 0 when all are alike, 1 when exponential.
         first_s: p95 of its share of the time to first token, waits apart, in seconds.
@@ -79,12 +79,13 @@ def decide(stages: Mapping[str, Stage], slo_s: float) -> dict[str, int]:
         slo_s: objective for the p95 of the time to first token, in seconds.
 
     Returns:
-        Replicas; 0 where nothing comes and nothing is in flight. Ray keeps them within the deployment's bounds.
+        Replicas; 0 where nothing comes and nothing is in flight, those of now where no service has been measured. Ray
+        keeps them within the deployment's bounds.
     """
     if not any(stage.arrivals or stage.in_flight for stage in stages.values()):
         return dict.fromkeys(stages, 0)
     served = {name: stage.service_s for name, stage in stages.items() if stage.service_s is not None}
-    if len(served) < len(stages):
+    if not served:
         return {name: stage.replicas for name, stage in stages.items()}
     wait_s = max(slo_s - sum(stage.first_s for stage in stages.values()), LEAST_WAIT * slo_s)
     rate = max(stage.arrivals for stage in stages.values())
@@ -102,6 +103,8 @@ def decide(stages: Mapping[str, Stage], slo_s: float) -> dict[str, int]:
     surely = rate + DEVIATIONS * math.sqrt(rate / WINDOW_S)
     return {
         name: max(enough(name, rate), min(stage.replicas, max(enough(name, surely), busy_floor(stage))))
+        if name in served
+        else stage.replicas
         for name, stage in stages.items()
     }
 

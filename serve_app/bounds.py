@@ -150,18 +150,22 @@ def _context_exceeded(
     """The error OpenAI's clients know for prompts and answers that do not fit."""
     most, wanted = settings.engine.max_model_len, request.answer_tokens or settings.api.default_max_tokens
     is_chat = isinstance(request, ChatRequest)
+    length = "max_completion_tokens" if is_chat and request.max_completion_tokens is not None else "max_tokens"
     if prompt_tokens is None:
-        message = f"`max_tokens` is {wanted}, but the model's context is {most} tokens in all: ask for fewer"
+        message = f"`{length}` is {wanted}, but the model's context is {most} tokens in all: ask for fewer"
     else:
         shorter = f"shorten the {'question' if is_chat else 'prompt'}"
-        fewer = ", lower `rag.top_k`," if is_chat or request.rag is not None else ""
+        fewer = ""
+        if is_chat or request.rag is not None:
+            named = request.rag is not None and request.rag.chunk_ids is not None
+            fewer = ", name fewer `rag.chunk_ids`," if named else ", lower `rag.top_k`,"
         message = (
             f"the prompt has {prompt_tokens} tokens and the answer up to {wanted}, together more than the model's "
-            f"context of {most}: {shorter}{fewer} or lower `max_tokens`"
+            f"context of {most}: {shorter}{fewer} or lower `{length}`"
         )
     param = "messages" if is_chat else "prompt"
     if prompt_tokens is None or prompt_tokens < most:
-        param = "max_tokens"
+        param = length
     return bad_request(message, param=param, code="context_length_exceeded")
 
 

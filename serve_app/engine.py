@@ -62,7 +62,8 @@ class EngineDeployment:
                 handoff_miss=delta.handoff_miss,
             )
             queue_s = stages["queue"]
-            self._meter.served(time.perf_counter() - begin - queue_s, stages["first_token"] - queue_s)
+            waits_s = queue_s + stages.get("inbox", 0.0)
+            self._meter.served(time.perf_counter() - begin - waits_s, stages["first_token"] - queue_s)
             answered = True
         except ValueError as error:
             raise bad_request(str(error)) from None

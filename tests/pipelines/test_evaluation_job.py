@@ -268,7 +268,8 @@ def test_the_command(model, network, song, tmp_path: Path, monkeypatch: pytest.M
     config = found["config"]
     assert config["units"] == "checkpoint"
     assert config["data"]["song"]["requests"] == 2 and len(config["data"]["song"]["sha256"]) == 64
-    assert config["limits"] == {"limit": 2, "max_chunks": 20, "max_tokens": 4096, "articles": None, "answer_tokens": 32}
+    limits = {"limit": 2, "max_chunks": 20, "max_tokens": 4096, "articles": None, "glue_header": False}
+    assert config["limits"] == {**limits, "answer_tokens": 32}
     assert config["bootstrap"] == {"draws": 10_000, "seed": 7, "percentiles": [2.5, 97.5]}
     assert found["methods"]["cacherepair"]["memory"]["parameter_bytes"] > 0
     for chart in ("out/chart.png", "out/chart-kv-error.png"):

@@ -88,6 +88,13 @@ def test_examples_may_come_without_a_header_chunk(
     assert read_config(alone[1].output).training["header_chunk"] is True
 
 
+@pytest.mark.usefixtures("untimed")
+def test_an_example_without_a_chunk_is_found_out_before_training(directory: str, groups: Path, folder: Path) -> None:
+    what = settings(directory, folder, header_chunk=False, max_tokens=4)
+    with pytest.raises(ValueError, match=r"group .* none of its chunks fits training.max_tokens \(4\)"):
+        job.plan(groups, None, "S", UPDATES, folder / "none", what)
+
+
 def test_progress_is_the_curve(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:
     _, report, told = alone
     assert [line["update"] for line in told if "loss" in line] == [1, 2, 3, 4]

@@ -117,6 +117,14 @@ CASES: dict[str, tuple[str, bytes, int, str | None, str | None, str]] = {
         "max_tokens",
         str(MAX_MODEL_LEN),
     ),
+    "max_completion_tokens beyond the context": (
+        CHAT,
+        chat(max_completion_tokens=MAX_MODEL_LEN),
+        400,
+        "context_length_exceeded",
+        "max_completion_tokens",
+        "`max_completion_tokens` is",
+    ),
     "two lengths": (CHAT, chat(max_tokens=3, max_completion_tokens=4), 400, "invalid_value", None, "one of them"),
     "prompt longer than the model": (
         CHAT,
