@@ -32,6 +32,7 @@ class GenerateDelta:
     logprobs: list[dict[str, Any]] | None = None
     """Per new token, as in OpenAI's chat API: token_id, token, logprob, bytes, top_logprobs (best first)."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: `queue` and `first_token` on the first delta, `inject` on the last."""
+    """Seconds by stage: `queue` and `first_token` on the first delta, with `inbox` for a hand-off from another node;
+    `inject` on the last."""
     handoff_miss: str | None = None
     """On the last delta: why the hand-off was not loaded and the whole prompt computed, if so."""
