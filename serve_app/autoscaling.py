@@ -92,7 +92,7 @@ def decide(stages: Mapping[str, Stage], slo_s: float) -> dict[str, int]:
     left = min(stage.departures for stage in stages.values())
     settled = all(stage.settled for stage in stages.values())
     if settled and abs(rate - left) <= STEADY * max(rate, left):
-        in_flight = sum(stage.in_flight for stage in stages.values())
+        in_flight = sum(stages[name].in_flight for name in served)
         rate = max(rate, in_flight / (sum(served.values()) + wait_s * MEAN_OF_P95))
 
     def enough(name: str, for_rate: float) -> int:

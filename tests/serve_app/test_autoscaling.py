@@ -116,6 +116,15 @@ def test_a_part_that_has_served_nothing_does_not_hold_up_the_others() -> None:
     assert found["Repairer"] == 2 and found["Engine"] > 4
 
 
+def test_requests_at_a_part_that_has_served_nothing_are_no_load_of_the_others() -> None:
+    def engines(waiting: float) -> int:
+        repairer = stage(arrivals=4.0, departures=4.0, in_flight=waiting, service_s=None)
+        engine = stage(arrivals=4.0, departures=4.0, in_flight=4.0, first_s=0.5)
+        return decide({"Repairer": repairer, "Engine": engine}, 2.0)["Engine"]
+
+    assert engines(100.0) == engines(0.0)
+
+
 def test_a_replica_measures_rates_services_and_its_pipeline() -> None:
     now = [100.0]
     meter = ServiceMeter(2.0, now=lambda: now[0])
