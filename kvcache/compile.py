@@ -25,7 +25,15 @@ def compile_stale(
     Returns:
         `stale` canonical KV `[1, T, L, H, 2, D]` in the target's dtype, `tokens` int64 `[1, T]`,
         `chunk_ids` int64 `[1, T]` (0 .. number of chunks - 1).
+
+    Raises:
+        ValueError: no chunks, an empty one, an id outside the vocabulary, or more tokens than the target has positions.
     """
+    if not chunks:
+        raise ValueError("there are no chunks to compile")
+    if (total := sum(map(len, chunks))) > target.geometry.max_positions:
+        raise ValueError(f"the chunks have {total} tokens; the target has {target.geometry.max_positions} positions")
+    target.check(chunks)
     parts = [target.stale_kv([ids])[0] for ids in chunks]
     stale = torch.cat([pack(part) for part in parts])[None]
     tokens = torch.tensor([[token for ids in chunks for token in ids]])

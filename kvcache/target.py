@@ -88,8 +88,7 @@ class TargetLLM:
         Raises:
             ValueError: an empty or over-long chunk, or an id outside the vocabulary.
         """
-        for index, ids in enumerate(chunks):
-            self._check(index, ids)
+        self.check(chunks)
         longest = max(map(len, chunks))
         input_ids_BT = torch.zeros(len(chunks), longest, dtype=torch.long)
         for row, ids in zip(input_ids_BT, chunks, strict=True):
@@ -108,11 +107,13 @@ class TargetLLM:
                 chunk.v[index].copy_(v_BTHD[row, : len(chunk.token_ids)])
         return result
 
-    def _check(self, index: int, ids: Sequence[int]) -> None:
-        if not 0 < len(ids) <= self.geometry.max_positions:
-            raise ValueError(f"chunk {index} has {len(ids)} tokens; want 1 to {self.geometry.max_positions}")
-        if not 0 <= min(ids) <= max(ids) < self.geometry.vocab_size:
-            raise ValueError(f"chunk {index} has a token id outside 0..{self.geometry.vocab_size - 1}")
+    def check(self, chunks: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for a chunk that is empty or over-long, or has an id outside the vocabulary."""
+        for index, ids in enumerate(chunks):
+            if not 0 < len(ids) <= self.geometry.max_positions:
+                raise ValueError(f"chunk {index} has {len(ids)} tokens; want 1 to {self.geometry.max_positions}")
+            if not 0 <= min(ids) <= max(ids) < self.geometry.vocab_size:
+                raise ValueError(f"chunk {index} has a token id outside 0..{self.geometry.vocab_size - 1}")
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

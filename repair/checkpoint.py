@@ -8,6 +8,7 @@ Reading is strict where a mistake would give wrong answers (geometry, rotary emb
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from repair.checkpoint_config import (
     CheckpointError,
     RopeSpec,
     TargetConfig,
+    check_embedding,
     check_target,
     embedding_digest,
     read_config,
@@ -71,6 +73,7 @@ def save_checkpoint(
         if name != _SHARED:
             tensors[name] = tensor.detach().cpu().to(torch.float32 if name.startswith("sigma") else dtype).contiguous()
             _check_finite(directory / WEIGHTS_FILE, name, tensors[name])
+    weights = save(tensors, {"format": FORMAT})
     config = CheckpointConfig(
         target_model_id=target_model_id,
         capacity=capacity,
@@ -78,13 +81,14 @@ def save_checkpoint(
         target_config=TargetConfig.of(target.model.config),
         target_rope_spec=RopeSpec.of(target.rotary),
         target_embedding_sha256=embedding_digest(target.model.get_input_embeddings()),
+        weights_sha256=hashlib.sha256(weights).hexdigest(),
         repair_attention=network.config.attention,
         training=dict(training or {}),
     )
     document = config.model_dump()
     del document["repair_config"]["attention"]  # it is `repair_attention`
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    _replace_files(directory, {WEIGHTS_FILE: save(tensors, {"format": FORMAT}), CONFIG_FILE: text.encode()})
+    _replace_files(directory, {WEIGHTS_FILE: weights, CONFIG_FILE: text.encode()})
 
 
 def load_network(
@@ -94,9 +98,8 @@ def load_network(
 
     Args:
         directory: its folder.
-        embedding: the target's input embedding.
-        target: when given, the checkpoint must have been made for it: geometry and rotary embedding are compared, and
-            the embedding table where the checkpoint has its digest.
+        embedding: the target's input embedding; compared where the checkpoint has its digest.
+        target: when given, the checkpoint must have been made for it: geometry and rotary embedding are compared.
         device: where the network goes; None is the embedding's.
 
     Returns:
@@ -109,13 +112,15 @@ def load_network(
     config = read_config(directory)
     if target is not None:
         check_target(path, config, target)
-    if embedding.embedding_dim != config.target_config.hidden_size:
-        want = f"target_config.hidden_size is {config.target_config.hidden_size}"
-        raise CheckpointError(f"{path}: {want}, the embedding is {embedding.embedding_dim} wide")
+    check_embedding(path, config, embedding)
     geometry = target.geometry if target is not None else config.target_config.geometry(embedding.num_embeddings)
     with torch.device("meta"):
         network = RepairNetwork(config.network_config, geometry, embedding)
-    network.load_state_dict(_read_tensors(Path(directory) / WEIGHTS_FILE, network), strict=False, assign=True)
+    weights = Path(directory) / WEIGHTS_FILE
+    network.load_state_dict(_read_tensors(weights, network), strict=False, assign=True)
+    # Two files are not replaced as one: what the account in the one says must be of the tensors in the other.
+    if config.weights_sha256 and (found := _digest(weights)) != config.weights_sha256:
+        raise CheckpointError(f"{path}: weights_sha256 is {config.weights_sha256}, {weights} is {found}: not a pair")
     return network.to(device or embedding.weight.device).eval()
 
 
@@ -174,6 +179,11 @@ def _read_tensors(path: Path, network: RepairNetwork) -> dict[str, torch.Tensor]
         if name.startswith("sigma") and not (tensor > 0).all():
             raise CheckpointError(f"{path}: tensor {name} has values that are not positive")
     return tensors
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:

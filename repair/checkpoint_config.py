@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -101,9 +101,16 @@ class CheckpointConfig(BaseModel):
     target_rope_spec: RopeSpec = RopeSpec()
     target_embedding_sha256: str | None = None
     """Digest of the target's input embedding, see `embedding_digest`; published files have none."""
+    weights_sha256: str | None = None
+    """Digest of the file of tensors that belongs to it; published files have none."""
     key_coordinates: Literal["canonical"] = "canonical"
     repair_attention: Attention = "block_causal"
     training: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("repair_config", mode="before")
+    @classmethod
+    def _attention_stands_above(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if k != "attention"} if isinstance(value, dict) else value
 
     @property
     def network_config(self) -> RepairConfig:
@@ -144,9 +151,17 @@ def check_target(path: Path, config: CheckpointConfig, target: TargetLLM) -> Non
     for field in RopeSpec.model_fields:
         if getattr(spec, field) not in (None, getattr(live_spec, field)):
             _foreign(path, f"target_rope_spec.{field}", getattr(spec, field), getattr(live_spec, field))
+
+
+def check_embedding(path: Path, config: CheckpointConfig, embedding: nn.Embedding) -> None:
+    width = config.target_config.hidden_size
+    if embedding.embedding_dim != width:
+        raise CheckpointError(
+            f"{path}: target_config.hidden_size is {width}, the embedding is {embedding.embedding_dim} wide"
+        )
     # A float16 copy of the table has been rounded twice: nothing to compare.
-    if config.target_embedding_sha256 and target.dtype != torch.float16:
-        digest = embedding_digest(target.model.get_input_embeddings())
+    if config.target_embedding_sha256 and embedding.weight.dtype != torch.float16:
+        digest = embedding_digest(embedding)
         if digest != config.target_embedding_sha256:
             _foreign(path, "target_embedding_sha256", config.target_embedding_sha256, digest)
 

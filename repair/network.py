@@ -266,10 +266,12 @@ class RepairNetwork(nn.Module):
         """Repair stale KV: arguments as in `forward`; returns canonical KV of the same shape, dtype and device."""
         self._check(stale, tokens, chunk_ids)
         rows = (chunk_ids.reshape(-1) >= 0).nonzero()[:, 0].to(stale.device)
+        if not len(rows):
+            return stale.clone()
         flat, ids = stale.flatten(0, 1), tokens.reshape(-1).to(stale.device)
         visibility = Visibility.of(chunk_lengths(chunk_ids), self.config.attention, self.device)
         if len(rows) == len(flat):
-            packed = flat.to(self.device, torch.float32, copy=True)
+            packed = flat.to(self.device, torch.float32, copy=True, memory_format=torch.contiguous_format)
             return self.repair_packed_(packed, ids, visibility).to(stale).view(stale.shape)
         packed = self.repair_packed_(flat[rows].to(self.device, torch.float32), ids[rows], visibility)
         return flat.index_copy(0, rows, packed.to(stale)).view(stale.shape)

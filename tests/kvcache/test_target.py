@@ -92,3 +92,22 @@ def test_fingerprint_covers_what_shapes_the_kv(tmp_path):
     tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|im_fin|>"))
     others.append(target_fingerprint(tiny_settings(str(tokenizer.parent))))
     assert len({fingerprint, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([], "no chunks"),
+        ([[1], []], "chunk 1 has 0 tokens"),
+        ([[1], [2], [10**6]], "chunk 2 has a token id outside"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(tiny, chunks, message):
+    with pytest.raises(ValueError, match=message):
+        compile_stale(tiny, chunks)
+
+
+def test_more_chunks_than_the_target_has_positions(tiny):
+    half = [1] * (tiny.geometry.max_positions // 2 + 1)
+    with pytest.raises(ValueError, match=f"{2 * len(half)} tokens; the target has {tiny.geometry.max_positions}"):
+        compile_stale(tiny, [half, half])

@@ -313,3 +313,28 @@ def test_loading_draws_no_random_numbers(tiny, folder):
     torch.manual_seed(3)
     load_network(folder, tiny.model.get_input_embeddings(), tiny)
     assert torch.equal(torch.rand(4), want)
+
+
+def test_an_embedding_table_of_another_target(tiny, folder):
+    table = copy.deepcopy(tiny.model.get_input_embeddings())
+    assert torch.equal(RepairNetwork.load(folder, table).v_head.weight, random_network(tiny).v_head.weight)
+    with torch.no_grad():
+        table.weight[3] += 1
+    with pytest.raises(CheckpointError, match=r"config\.json: made for another target: target_embedding_sha256 is"):
+        RepairNetwork.load(folder, table)
+
+
+def test_weights_and_account_of_two_checkpoints(tiny, folder, tmp_path):
+    """What a write that was killed between its two files leaves."""
+    network = random_network(tiny, seed=1)
+    save_checkpoint(network, tmp_path / "other", tiny, target_model_id="tiny", capacity="tiny")
+    (tmp_path / "other" / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json: weights_sha256 is \w+, .*model\.safetensors is \w+"):
+        load_repairer(folder, tiny)
+    edit(folder, lambda config: config.pop("weights_sha256"))  # as in published files
+    assert torch.equal(load_repairer(folder, tiny).v_head.weight, network.v_head.weight)
+
+
+def test_a_key_of_ours_in_somebody_elses_config(tiny, folder):
+    edit(folder, lambda config: config["repair_config"].update(attention="exact"))
+    assert load_repairer(folder, tiny).config.attention == "block_causal"

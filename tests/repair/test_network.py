@@ -328,3 +328,18 @@ def test_an_empty_request_in_a_batch(tiny):
     got = network.repair(stale, tokens, chunk_ids)
     assert torch.equal(got[0], stale[0])
     assert (got[1, :11] - network.repair(*alone[1])[0]).abs().max() < 1e-4
+
+
+def test_no_request_at_all(tiny):
+    stale, tokens, chunk_ids = (each[:0] for each in inputs(tiny))
+    assert random_network(tiny).repair(stale, tokens, chunk_ids).shape == stale.shape
+
+
+def test_the_layout_of_the_memory_does_not_matter(tiny):
+    """Stale KV is often a view: `kvcache.compile.pack` gives layers first."""
+    network, (stale, tokens, chunk_ids) = random_network(tiny), inputs(tiny)
+    view = stale.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not view.is_contiguous() and torch.equal(view, stale)
+    for call in (network, network.repair):
+        assert torch.equal(call(view, tokens, chunk_ids), call(stale, tokens, chunk_ids))
+    assert torch.equal(view, stale)
