@@ -28,9 +28,9 @@ from pipelines.evaluation import bootstrap, units
 from pipelines.evaluation.candidates import Candidate, make
 from pipelines.evaluation.cuts import Cut
 from pipelines.evaluation.kv_error import DISTANCES, POSITION_BIN
-from pipelines.evaluation.measure import ANSWER_TOKENS, Meter
+from pipelines.evaluation.measure import Meter
 from pipelines.evaluation.passes import read_prompt
-from pipelines.evaluation.requests import DataSet, EvaluationError, EvaluationRequest, read_requests
+from pipelines.evaluation.requests import ANSWER_TOKENS, DataSet, EvaluationError, EvaluationRequest, read_requests
 from pipelines.evaluation.stale import StaleSource
 from pipelines.evaluation.summary import Rows, summarise
 from pipelines.evaluation.work import WorkFile

@@ -27,7 +27,7 @@ from kvcache.prompt import PromptTemplate
 from kvcache.settings import Settings, TrainingSettings
 from kvcache.target import TargetLLM, load_config, load_tokenizer
 from pipelines.placement import for_workers, target_actors
-from pipelines.training.curve import read_curve
+from pipelines.training.curve import CurveReader, read_curve
 from pipelines.training.groups import Chunk, TokenGroup, arrange, read_groups, split
 from pipelines.training.initial import find_parent, network_config
 from pipelines.training.pairs import joint_kv
@@ -115,7 +115,7 @@ def plan(
             follow from the group file: with another file than its own it may have been trained on some of them.
 
     Raises:
-        ValueError: an unknown size, nothing to train on, or an example without a chunk.
+        ValueError: an unknown size, nothing to train on, an example without a chunk, or longer than the target takes.
         CheckpointError: `init_from` cannot be begun with.
         GroupError: a line of the data that cannot be used.
     """
@@ -123,6 +123,10 @@ def plan(
         raise ValueError(f"size {size!r} is not one of {', '.join(SIZES)}")
     settings, recipe = _for_workers(settings), settings.training
     tokenizer, geometry = load_tokenizer(settings), Geometry.of(load_config(settings))
+    if recipe.max_tokens > geometry.max_positions:
+        raise ValueError(
+            f"training.max_tokens is {recipe.max_tokens}, the target has {geometry.max_positions} positions: lower it"
+        )
     everything = read_groups(groups, passages, tokenizer, geometry, settings.chunking.max_tokens)
     training, validation = split(everything, recipe.held_out, limit, recipe.seed)
     header = PromptTemplate(tokenizer, settings.prompt).header_ids() if recipe.header_chunk else ()
@@ -157,7 +161,7 @@ def plan(
 
 def _arranged(group: TokenGroup, header: Chunk, variant: int, recipe: TrainingSettings) -> tuple[Chunk, ...]:
     found = arrange(group, header, recipe.seed, variant, recipe.max_tokens)
-    if not found:  # only without a header chunk: found out now, not after hours
+    if len(found) <= bool(header):  # found out now, not after hours of learning from headers
         raise ValueError(f"group {group.name!r}: none of its chunks fits training.max_tokens ({recipe.max_tokens})")
     return found
 
@@ -256,16 +260,14 @@ def _told(curve: Path, progress: Progress | None) -> Iterator[None]:
     if progress is None:
         yield
         return
-    ended = threading.Event()
+    ended, reader = threading.Event(), CurveReader(curve)
+    reader.new()  # of the run that this one goes on from: the worker begins the file again
 
     def follow() -> None:
-        told = 0
         while True:
             last = ended.wait(_POLL_S)
-            lines = list(read_curve(curve))
-            for line in lines[told:]:
+            for line in reader.new():
                 progress(line)
-            told = len(lines)
             if last:
                 return
 

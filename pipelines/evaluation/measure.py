@@ -21,16 +21,13 @@ from pipelines.evaluation.passes import (
     question_states,
     read_prompt,
 )
-from pipelines.evaluation.requests import EvaluationRequest
+from pipelines.evaluation.requests import ANSWER_TOKENS, EvaluationRequest
 from pipelines.qa.continuation import answer_likelihoods, forced_logprobs
 from pipelines.qa.metrics import exact_match, extract_answer, f1
 from pipelines.training.statistics import Statistics
 from repair.base import Repairer, RepairRequest, joined
 from repair.full import FullPrefill
 from repair.macs import CostModel
-
-ANSWER_TOKENS = 32
-"""Longest greedy answer, as in the published evaluation."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,12 @@ from pipelines.qa.dataset import QARow, dataset_digest, read_dataset
 from pipelines.qa.inputs import capped, fixed_chunks, recut
 from pipelines.qa.scoring import gold_ids
 
+ANSWER_TOKENS = 32
+"""Longest answer that a method is let to give; the published evaluation's."""
+
+ANSWER_TOKENS = 32
+"""Longest greedy answer, as in the published evaluation."""
+
 
 class EvaluationError(ValueError):
     """An evaluation that cannot be run; the text says why and what to change."""
@@ -157,7 +163,7 @@ def _request(
 
 
 def _check_length(path: str, request: EvaluationRequest, target: TargetLLM) -> None:
-    longest = request.prefix_tokens + len(request.question_ids) + max(map(len, request.answer_ids))
+    longest = request.prefix_tokens + len(request.question_ids) + max(ANSWER_TOKENS, *map(len, request.answer_ids))
     if longest > target.geometry.max_positions:
         raise EvaluationError(
             f"{path}: row {request.id!r} needs {longest} positions, the target has {target.geometry.max_positions}; "

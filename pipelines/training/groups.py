@@ -149,17 +149,22 @@ def _read_passages(path: Path) -> dict[Any, str]:
     for line, row in _rows(path):
         if not isinstance(row, dict) or "id" not in row or not isinstance(row.get("text"), str):
             raise GroupError(path, line, 'not {"id": ..., "text": ...}')
-        texts[row["id"]] = row["text"]
+        name = row["id"]
+        if not isinstance(name, int | str):
+            raise GroupError(path, line, f"a passage id is a number or a string, not {name!r}")
+        if texts.get(name, row["text"]) != row["text"]:
+            raise GroupError(path, line, f"passage {name!r} was there before, with another text")
+        texts[name] = row["text"]
     return texts
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, text in enumerate(file, start=1):
             if text.strip():
                 try:
                     yield number, json.loads(text)
-                except ValueError as error:
+                except ValueError as error:  # bytes that are not UTF-8 among them
                     raise GroupError(path, number, f"not JSON ({error})") from None
 
 

@@ -8,6 +8,7 @@ optimisers' moments, what the objective measured and the number of the next upda
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def save_state(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({k: v.detach().contiguous() for k, v in tensors.items()}, part, _metadata(progress))
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())  # else a power loss may keep the new name and lose what it names
         part.replace(path)
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
@@ -98,9 +101,8 @@ def load_state(
             owner = owners(optimizers)
             for name, parameter in _trained(network).items():
                 prefix = f"optimizer/{name}/"
-                # torch keeps `step` on the CPU and the moments with the parameter
-                moments = {
-                    key.removeprefix(prefix): value if key == f"{prefix}step" else value.to(parameter.device)
+                moments = {  # a fused optimiser keeps `step`, too, where the parameter is
+                    key.removeprefix(prefix): value.to(parameter.device)
                     for key, value in tensors.items()
                     if key.startswith(prefix)
                 }

@@ -168,7 +168,10 @@ class Trainer:
         """Add those of all workers, in place."""
         if self._world > 1:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                there = tensor.to(self._target.device)  # NCCL adds nothing that is in host memory
+                dist.all_reduce(there)
+                if there is not tensor:
+                    tensor.copy_(there)
 
     def _update(self, update: int) -> dict[str, Any]:
         begin = time.perf_counter()

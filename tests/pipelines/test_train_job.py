@@ -90,9 +90,21 @@ def test_examples_may_come_without_a_header_chunk(
 
 @pytest.mark.usefixtures("untimed")
 def test_an_example_without_a_chunk_is_found_out_before_training(directory: str, groups: Path, folder: Path) -> None:
-    what = settings(directory, folder, header_chunk=False, max_tokens=4)
-    with pytest.raises(ValueError, match=r"group .* none of its chunks fits training.max_tokens \(4\)"):
-        job.plan(groups, None, "S", UPDATES, folder / "none", what)
+    header = PromptTemplate(
+        load_tokenizer(settings(directory, folder)), settings(directory, folder).prompt
+    ).header_ids()
+    for has_header, room in ((False, 4), (True, len(header) + 4)):
+        what = settings(directory, folder, header_chunk=has_header, max_tokens=room)
+        with pytest.raises(ValueError, match=rf"group .* none of its chunks fits training.max_tokens \({room}\)"):
+            job.plan(groups, None, "S", UPDATES, folder / "none", what)
+
+
+@pytest.mark.usefixtures("untimed")
+def test_examples_longer_than_the_target_are_found_out_before_training(
+    directory: str, groups: Path, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"training.max_tokens is 100000, the target has \d+ positions"):
+        job.plan(groups, None, "S", UPDATES, folder / "long", settings(directory, folder, max_tokens=100_000))
 
 
 def test_progress_is_the_curve(alone: tuple[job.TrainPlan, job.TrainReport, list]) -> None:

@@ -69,6 +69,15 @@ def test_bad_passages_are_named(tmp_path: Path) -> None:
         read(write(tmp_path / "g.jsonl", {"passages": [1]}), passages)
     with pytest.raises(GroupError, match="no passages file was given"):
         read(write(tmp_path / "g.jsonl", {"passages": [1]}))
+    listed = write(tmp_path / "p.jsonl", {"id": 1, "text": "one"}, {"id": [1], "text": "two"})
+    with pytest.raises(GroupError, match=r"p\.jsonl, line 2: a passage id is a number or a string"):
+        read(write(tmp_path / "g.jsonl", {"passages": [1]}), listed)
+    twice = write(tmp_path / "p.jsonl", {"id": 1, "text": "one"}, {"id": 1, "text": "one"}, {"id": 1, "text": "two"})
+    with pytest.raises(GroupError, match=r"p\.jsonl, line 3: passage 1 was there before"):
+        read(write(tmp_path / "g.jsonl", {"passages": [1]}), twice)
+    twice.write_bytes(b'{"id": 1, "text": "caf\xe9"}\n')
+    with pytest.raises(GroupError, match=r"p\.jsonl, line 1: not JSON"):
+        read(write(tmp_path / "g.jsonl", {"passages": [1]}), twice)
     with pytest.raises(GroupError, match="holds no groups"):
         read(write(tmp_path / "empty.jsonl"))
 
