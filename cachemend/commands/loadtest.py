@@ -128,12 +128,14 @@ def loadtest(
     test = LoadTest(plan, Workload(asked, seed, max_tokens, rag), corpora)
     try:
         _measure(test)
-    except KeyboardInterrupt:
-        _write_partial(test, json_file, rows, chart, "Ctrl-C")
-        raise typer.Exit(130) from None
-    except Exception:
-        if test.blocks:  # before them there is nothing to keep
-            _write_partial(test, json_file, rows, chart, "an error")
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        if test.blocks:  # before them there is nothing to keep, and what an earlier run wrote is worth more
+            _write_partial(test, json_file, rows, chart, "Ctrl-C" if stopped else "an error")
+        elif stopped:
+            ui.say("stopped by Ctrl-C before anything was measured; no file was written")
+        if stopped:
+            raise typer.Exit(130) from None
         raise
     _write(test, json_file, rows, chart)
 
@@ -295,13 +297,15 @@ def _table(*headings: str) -> Table:
 
 
 def _compare(before: Path, after: Path, json_file: Path | None) -> None:
-    from cluster.loadtest.compare import Report, compare
+    from cluster.loadtest.compare import Report, compare, differences
 
     reports = [Report.read(path) for path in (before, after)]
     found: list[Comparison] = compare(*reports)
     for path, report in zip((before, after), reports, strict=True):
         if not report.config.get("complete", True):
             ui.say(f"{path} is partial: its run was stopped")
+    for name, one, other in differences(*reports):
+        ui.say(f"the runs are not alike: {name} was {one} before and is {other} after")
     if json_file is not None:
         json_file.write_text(ui.to_json(found) + "\n", encoding="utf-8")
     ui.say(f"before: {before}, after: {after}; ratio: after through before; * where its interval leaves out 1")

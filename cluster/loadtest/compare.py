@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 DRAWS = 2_000
 SEED = 7
 PERCENTILES = (2.5, 97.5)
+_SAME_WORK = ("model", "rag", "max_tokens", "questions_sha256", "seed", "requests")
+"""Of a run's configuration: where it differs, times differ for that reason already."""
 _TIMES = [(times, cut) for times in ("ttft", "e2e") for cut in (50, 95)]
 
 
@@ -61,6 +63,12 @@ class Report(BaseModel):
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise ReportError(f"{path} is not a report of a load test: {field or 'file'}: {first['msg']}") from None
+
+
+def differences(before: Report, after: Report) -> list[tuple[str, Any, Any]]:
+    """What was asked, of what, that is not the same in both runs: name and values."""
+    found = [(name, before.config.get(name), after.config.get(name)) for name in _SAME_WORK]
+    return [(name, one, other) for name, one, other in found if one != other]
 
 
 @dataclass(frozen=True)

@@ -65,15 +65,20 @@ class Event(BaseModel):
 async def read_events(response: httpx.Response) -> AsyncIterator[Event]:
     """Events of a stream of server-sent events, up to its `[DONE]`.
 
+    What comes behind it, the end of the body, is read as well: httpx closes a connection that is left before, and the
+    next request would pay for a new one.
+
     Raises:
         StreamError: one that is none of ours, one that tells of a failure, or an end before `[DONE]`.
     """
+    done = False
     async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+        if done or not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
-            return
+            done = True
+            continue
         try:
             event = Event.model_validate_json(data)
         except ValidationError as error:
@@ -85,4 +90,5 @@ async def read_events(response: httpx.Response) -> AsyncIterator[Event]:
         if event.error:
             raise StreamError(f"failed in stream {event.error.code or ''}".rstrip(), event.error.message)
         yield event
-    raise StreamError("broken stream", "the stream ended before the answer was whole")
+    if not done:
+        raise StreamError("broken stream", "the stream ended before the answer was whole")

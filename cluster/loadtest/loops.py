@@ -161,9 +161,12 @@ class Driver:
 
 async def _all(jobs: Sequence[Coroutine[None, None, None]]) -> None:
     """Run all; when one raises or the run is stopped, none is left running."""
-    async with asyncio.TaskGroup() as group:
-        for job in jobs:
-            group.create_task(job)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(job)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # the others are of the same kind, and a group's own text says nothing
 
 
 def blocks_of(requests: int, load: Load) -> int:

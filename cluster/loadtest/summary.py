@@ -74,7 +74,8 @@ def _cell(
     throughput = rate_in_windows(blocks, answered)
     stages = sorted({stage for row in whole for stage in row.stages_ms})
     scores = [row.f1 for row in whole if row.f1 is not None]
-    residence = [row.e2e_ms / 1e3 + row.wait_s for row in rows]
+    # Who sends at random times does not wait as long as a refusal asks for.
+    residence = [row.e2e_ms / 1e3 + (0.0 if load.concurrency is None else row.wait_s) for row in rows]
     outstanding = rate_in_windows(blocks, every) * float(np.mean(residence))
     return {
         "method": method,

@@ -29,6 +29,7 @@ class QueueingServer:
         metrics: text of /metrics; None: there is none.
         metrics_asked: how often it was asked for.
         bodies: of all requests, as they came.
+        clients: address and port that each came from.
         last_words: sent as the next event after the first text, in the place of the others.
     """
 
@@ -43,6 +44,7 @@ class QueueingServer:
     metrics_asked: int = 0
     last_words: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    clients: list[tuple[str, int]] = field(default_factory=list)
     url: str = ""
     _inside: int = 0
 
@@ -64,6 +66,7 @@ class QueueingServer:
                 message = await receive()
                 data += message["body"]
             self.bodies.append(json.loads(data))
+            self.clients.append(tuple(scope["client"]))
             await self._answer(self.bodies[-1], send)
 
     async def _answer(self, body: dict[str, Any], send: Send) -> None:

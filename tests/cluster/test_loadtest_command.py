@@ -116,7 +116,7 @@ def test_an_error_on_the_way_writes_what_there_is_and_says_so(
         command = f"loadtest --url {server.url} --methods stale --concurrency 2 --requests 100"
         result = cli.invoke(app, [*command.split(), "--json", "p.json", "--rows", "p.csv"])
     assert result.exit_code == 1
-    assert "partial results" in result.output
+    assert "partial results" in result.output and "a fault of our own" in result.output
     report = json.loads(Path("p.json").read_text())
     assert report["config"]["complete"] is False
     assert 1 <= report["cells"][0]["requests"] <= 10
@@ -128,6 +128,24 @@ def test_no_service_leaves_earlier_results_as_they_are(cli: CliRunner) -> None:
     result = cli.invoke(app, ["loadtest", "--url", "http://127.0.0.1:9", "--json", "p.json"])
     assert result.exit_code == 1
     assert Path("p.json").read_text() == "earlier"
+
+
+def test_ctrl_c_in_the_warm_up_leaves_earlier_results_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("earlier")
+    with QueueingServer(first_s=60.0).running() as server:
+        command = f"loadtest --url {server.url} --methods stale --concurrency 2 --json p.json"
+        code = "from cachemend.cli import app; app()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *command.split()], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        until = time.monotonic() + 240
+        while not server.bodies and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert "no file was written" in errors
+    assert (tmp_path / "p.json").read_text() == "earlier"
 
 
 def test_ctrl_c_writes_what_there_is_and_says_so(tmp_path: Path) -> None:

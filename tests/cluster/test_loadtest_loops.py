@@ -53,6 +53,14 @@ async def test_waiting_for_a_connection_counts() -> None:
         assert row.ttft_ms >= 300 * waited
 
 
+async def test_a_client_keeps_its_connection() -> None:
+    """A new one for each request would be in every time to first token, and over TLS a handshake with it."""
+    with QueueingServer(first_s=0.0, gap_s=0.0).running() as server:
+        await measured(server, concurrency=[2], requests=12)
+    assert len(server.clients) >= 12
+    assert len(set(server.clients)) == 2
+
+
 async def test_a_refusal_is_of_its_kind_and_says_how_long_to_wait() -> None:
     with QueueingServer(slots=1, queue=0, first_s=1.0, pieces=1).running() as server:
         async with Sender(server.url, 3) as sender:

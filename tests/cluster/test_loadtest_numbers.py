@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.loadtest.compare import Report, ReportError, compare, ratios_to
+from cluster.loadtest.compare import Report, ReportError, compare, differences, ratios_to
 from cluster.loadtest.loops import schedule
 from cluster.loadtest.rows import Block, Load, Row, write_rows
 from cluster.loadtest.summary import summarise
@@ -108,6 +108,13 @@ def test_the_summary_by_hand() -> None:
     assert (cell["requests"], cell["errors"], cell["errors_by_kind"]) == (4, 1, {"500": 1})
     # 3.5 requests in 4 s, 1.25 s each, two clients.
     assert cell["little_ratio"] == pytest.approx(3.5 / 4 * 1.25 / 2, abs=1e-4)
+
+
+def test_refusals_of_an_open_loop_are_not_waited_for() -> None:
+    """Ten refusals of 10 ms in a second: a tenth of a request is there at a time, whatever wait they ask for."""
+    rows = [row(at / 10, 0.0, at / 10 + 0.01, error="429 overloaded", wait_s=1.0) for at in range(10)]
+    (cell,) = summarise([Block(0, "stale", Load(rate=10.0), rows, (0.0, 1.0))])
+    assert cell["outstanding"] == pytest.approx(0.1)
 
 
 def test_a_step_of_a_ramp_counts_what_its_window_saw_whenever_it_was_sent() -> None:
@@ -253,3 +260,12 @@ def test_two_runs_do_not_share_prompts() -> None:
 
 def test_no_replicas_are_told_where_there_are_no_metrics_of_them() -> None:
     assert replicas_in("# HELP something\nother_metric 3\n") == {}
+
+
+def test_what_two_runs_did_not_have_in_common() -> None:
+    config = {"model": "m", "rag": {"top_k": 8}, "max_tokens": 16, "questions_sha256": "a", "seed": 0, "requests": 32}
+    before = Report(cells=[], config={**config, "url": "http://one", "started_at": "yesterday"})
+    after = Report(cells=[], config={**config, "url": "http://two", "started_at": "today"})
+    assert differences(before, after) == []
+    after.config["rag"] = {"top_k": 5}
+    assert differences(before, after) == [("rag", {"top_k": 8}, {"top_k": 5})]
