@@ -18,6 +18,8 @@ class GenerateRequest:
     """Ticket of the hand-off; None computes the whole prompt."""
     sampling: dict[str, Any]
     """Fields of vLLM's SamplingParams that a client may set: max_tokens, temperature, top_p, stop, seed ..."""
+    node: str = ""
+    """Ray's id of the node whose memory holds the hand-off, where that is known."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class MissReason(StrEnum):
     timeout = "timeout"
     """No answer in time."""
 
+    @property
+    def damaged(self) -> bool:
+        """Whether an object was there, and was not what its name promises."""
+        return self not in (MissReason.absent, MissReason.unreadable, MissReason.timeout)
+
 
 class ChunkMiss(Exception):
     """A chunk's KV is not to be had from the store: compute it.

@@ -249,11 +249,13 @@ class ServeSettings(Section):
     max_ongoing_requests: PositiveInt = 64
     """Requests one replica of each deployment works on at a time."""
     max_queued_requests: int = 256
-    """Requests the ingress queues before it answers 429."""
+    """Requests the ingress queues before it answers 429. What is let in, these and `max_ongoing_requests`, should be as
+    much as the service answers in the time that a client may wait for its first token."""
     first_token_timeout_s: PositiveFloat = 120.0
     """Seconds until a request's first token; past it its work is stopped and the client gets 503."""
-    shutdown_timeout_s: PositiveFloat = 30.0
-    """Seconds a stopping replica has to finish its streams."""
+    shutdown_timeout_s: PositiveFloat = 300.0
+    """Seconds a stopping replica has to finish its streams; shorter than `first_token_timeout_s` and a longest answer
+    together, it cuts some. (Ctrl-C of `serve run` waits 30 s at most.)"""
     log_encoding: Literal["TEXT", "JSON"] = "TEXT"
     """Of the deployments' logs. Each deployment logs a line per request, see `serve_app.request_log`."""
     autoscaling: AutoscalingSettings = AutoscalingSettings()

@@ -54,6 +54,12 @@ class Batcher:
         self._worker.submit(self._turn, repairer)
         return waiting.future
 
+    @property
+    def queued(self) -> int:
+        """Repairs that have not begun."""
+        with self._lock:
+            return sum(map(len, self._queues.values()))
+
     def _turn(self, repairer: Repairer) -> None:
         batch = self._take(repairer)
         if not batch:

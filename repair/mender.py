@@ -139,6 +139,11 @@ class Mender:
         prefix_ids = joined(request.chunks)
         return MendResult(request.method, prefix_ids, None, 0, stages, hits, misses, fallback=reason)
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait for their repair."""
+        return self._batcher.queued
+
     def shutdown(self) -> None:
         """End the threads, when every computed chunk is stored."""
         for threads in (self._worker, self._writer):

@@ -40,3 +40,5 @@ class MendResult:
     """Chunks computed on the spot, by reason."""
     fallback: str | None = None
     """Why the request fell back to full prefill, if it did."""
+    node: str = ""
+    """Ray's id of the node whose memory holds the hand-off, where that is known."""

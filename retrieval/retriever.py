@@ -149,6 +149,10 @@ class Retriever:
         """Id of the generation served now; raises like `query`."""
         return self._snapshot(corpus).corpus.generation
 
+    def generations(self) -> dict[str, str]:
+        """The generation in memory of each corpus that has been asked for."""
+        return {name: served.corpus.generation for name, served in list(self._served.items())}
+
     def serves(self, corpus: str) -> bool:
         """Whether a generation of that corpus is in memory; if not, the first to ask for it waits until it is read."""
         return corpus in self._served

@@ -26,6 +26,7 @@ from serve_app.autoscaling import LOOK_BACK_S, METRICS_S, UPSCALE_DELAY_S
 from serve_app.engine import EngineDeployment
 from serve_app.errors import RETRY_AFTER_S
 from serve_app.ingress import Ingress
+from serve_app.metrics import HEALTH_CHECK_S
 from serve_app.repairer import RepairerDeployment
 from serve_app.retriever import RetrieverDeployment
 from serve_app.tuning import REPLICA_ENVIRONMENT, tune
@@ -105,7 +106,8 @@ def bind(settings: Settings, parts: Parts | None = None) -> serve.Application:
     repairers = _replicas(settings, serving.repairer_replicas, scaling.max_repairer_replicas)
     repairer = part(parts.repairer, "Repairer", repair_gpus, request_router_config=by_content, **repairers)
     engines = _replicas(settings, serving.engine_replicas, scaling.max_engine_replicas)
-    engine = part(parts.engine, "Engine", engine_gpus, **engines)
+    near = RequestRouterConfig(request_router_class="serve_app.router.NearRouter")
+    engine = part(parts.engine, "Engine", engine_gpus, request_router_config=near, **engines)
     limits = (in_flight, in_flight) if bounded else (UNBOUNDED, -1)
     ingress = _deployment(Ingress, "Ingress", settings, limits, 0, num_replicas=serving.ingress_replicas)
     return ingress.bind(settings, retriever, repairer, engine)
@@ -139,6 +141,7 @@ def _deployment(
         max_surge_percent=0 if gpus else 100,
         graceful_shutdown_timeout_s=settings.serve.shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_CHECK_S,
         # A refusal at start (a foreign store, a target that cannot be reused) does not get better by trying again.
         max_constructor_retry_count=2,
         logging_config=LoggingConfig(encoding=settings.serve.log_encoding, enable_access_log=False),

@@ -34,7 +34,9 @@ class EngineDeployment:
 
         proof = EngineProof(settings) if settings.engine.startup_proof else None
         self._engine = Engine(settings)
-        self._meter = ServiceMeter(settings.serve.autoscaling.slo_ttft_s, settings.engine.max_num_seqs)
+        # Serve lets no more in than its own bound.
+        slots = min(settings.engine.max_num_seqs, settings.serve.max_ongoing_requests)
+        self._meter = ServiceMeter(settings.serve.autoscaling.slo_ttft_s, slots)
         await self._engine.start()
         if proof is not None:
             await proof.check(self._engine)

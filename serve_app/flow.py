@@ -40,6 +40,7 @@ class Answer:
         stages: seconds by stage so far.
         began: `time.perf_counter()` when the request was read.
         handoff: ticket of the prefix's KV, if any.
+        handoff_node: id of the node whose memory holds it, where that is known.
     """
 
     reply_id: str
@@ -51,6 +52,7 @@ class Answer:
     stages: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     handoff: dict[str, Any] | None = None
+    handoff_node: str = ""
     _whole: bool = False
 
     async def deltas(self) -> AsyncIterator[GenerateDelta]:
@@ -113,7 +115,9 @@ class Flow:
             prompt = (*prefix, *question)
             answer.prompt_tokens = len(prompt)
             max_tokens = check_context(request, len(prompt), self._settings)
-            call = GenerateRequest(answer.reply_id, prompt, answer.handoff, request.sampling(max_tokens))
+            call = GenerateRequest(
+                answer.reply_id, prompt, answer.handoff, request.sampling(max_tokens), answer.handoff_node
+            )
             with _timed(answer.stages, "engine"):
                 await self._generate(answer, call)
         assert answer.first is not None
@@ -150,7 +154,7 @@ class Flow:
             mended = await self._mend(
                 MendRequest(answer.reply_id, answer.method, ids, question, dict(rag.method_params), own_header)
             )
-        answer.handoff = mended.handoff
+        answer.handoff, answer.handoff_node = mended.handoff, mended.node
         answer.stages |= mended.stages
         answer.rag = _rag_info(corpus, found, mended)
         self._metrics.mended(mended.hits, mended.misses)
@@ -164,8 +168,14 @@ class Flow:
         except asyncio.CancelledError:
             # A result that was already on its way carries a hand-off that nobody else will end.
             response.cancel()
-            mending.add_done_callback(_release_unused)
+            mending.add_done_callback(self._unused)
             raise
+
+    def _unused(self, mending: asyncio.Future[MendResult]) -> None:
+        if not mending.cancelled() and mending.exception() is None:
+            mended = mending.result()
+            self._metrics.mended(mended.hits, mended.misses)
+            release(mended.handoff)
 
     async def _generate(self, answer: Answer, request: GenerateRequest) -> None:
         response = self._engine.generate.remote(request)
@@ -183,11 +193,6 @@ async def _resolve(response: DeploymentResponse[Any]) -> Any:
     except asyncio.CancelledError:
         response.cancel()
         raise
-
-
-def _release_unused(mending: asyncio.Future[MendResult]) -> None:
-    if not mending.cancelled() and mending.exception() is None:
-        release(mending.result().handoff)
 
 
 def _rag_info(corpus: str, found: RetrieveResult, mended: MendResult) -> RagInfo:

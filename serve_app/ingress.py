@@ -89,6 +89,10 @@ class Ingress:
             return JSONResponse({**error.body(), "deployments": states}, error.status, error.headers())
         return JSONResponse({"status": "ready", "deployments": states})
 
+    async def check_health(self) -> None:
+        """Serve's health check."""
+        self._metrics.in_flight(self._in_flight)
+
     async def _answer(
         self,
         http: HttpRequest,

@@ -13,8 +13,11 @@ import httpx
 import ray
 from ray.serve import metrics
 
+from kvcache.chunk_object import MissReason
 from serve_app.errors import unavailable
 
+HEALTH_CHECK_S = 5.0
+"""Seconds between a replica's health checks. Gauges are set anew at each: Ray drops one that was not for some 20 s."""
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -28,6 +31,9 @@ class RequestMetrics:
         )
         self._hits = metrics.Counter("rag_chunk_hits", "Chunk caches found, by tier.", tag_keys=("tier",))
         self._misses = metrics.Counter("rag_chunk_misses", "Chunks computed on the spot.", tag_keys=("reason",))
+        self._damaged = metrics.Counter(
+            "rag_checksum_failures", "Stored chunk caches that were not what their name promises."
+        )
         self._fallbacks = metrics.Counter(
             "rag_fallback_full_prefill", "Requests whose prefix was computed in full instead.", tag_keys=("reason",)
         )
@@ -41,6 +47,8 @@ class RequestMetrics:
         for reason, count in misses.items():
             if count:
                 self._misses.inc(count, {"reason": str(reason)})
+                if MissReason(reason).damaged:
+                    self._damaged.inc(count)
 
     def ended(self, method: str, status: int, stages: Mapping[str, float], fallback: str | None = None) -> None:
         """Count a request that ended.
@@ -60,6 +68,33 @@ class RequestMetrics:
     def in_flight(self, count: int) -> None:
         """Tell how many requests are in flight."""
         self._in_flight.set(count)
+
+
+class RepairMetrics:
+    """Gauge of a repairer, set at its health checks."""
+
+    def __init__(self) -> None:
+        self._queue = metrics.Gauge("rag_repair_queue", "Requests that wait for the repair device.")
+
+    def queued(self, count: int) -> None:
+        """Tell how many requests wait."""
+        self._queue.set(count)
+
+
+class IndexMetrics:
+    """Gauge of a retriever, set at its health checks."""
+
+    def __init__(self) -> None:
+        self._generation = metrics.Gauge(
+            "rag_index_generation",
+            "1 for the generation of a corpus that is searched.",
+            tag_keys=("corpus", "generation"),
+        )
+
+    def searched(self, generations: Mapping[str, str]) -> None:
+        """Tell the generation of each corpus."""
+        for corpus, generation in generations.items():
+            self._generation.set(1, {"corpus": corpus, "generation": generation})
 
 
 class NodeMetrics:

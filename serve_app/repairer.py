@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import ray
 import torch
@@ -16,6 +17,7 @@ from kvcache.target import TargetLLM
 from repair.mender import Mender
 from serve_app.messages import MendRequest, MendResult
 from serve_app.meter import ServiceMeter
+from serve_app.metrics import RepairMetrics
 from serve_app.request_log import log_request
 
 _WAITS = ("repair_queue", "handoff_queue")
@@ -40,6 +42,8 @@ class RepairerDeployment:
         store.check_target()
         self._mender = Mender(target, store, _transport(settings), settings)
         self._meter = ServiceMeter(settings.serve.autoscaling.slo_ttft_s)
+        self._metrics = RepairMetrics()
+        self._node = ray.get_runtime_context().get_node_id()
 
     async def mend(self, request: MendRequest) -> MendResult:
         """Fetch, repair and hand off a prefix.
@@ -54,6 +58,7 @@ class RepairerDeployment:
             self._meter.given_up()
             raise
         self._measure(result)
+        result = replace(result, node=self._node)
         log_request(
             "mended",
             request.request_id,
@@ -78,6 +83,10 @@ class RepairerDeployment:
 
     async def ready(self) -> None:
         """Return when requests can be worked on."""
+
+    async def check_health(self) -> None:
+        """Serve's health check."""
+        self._metrics.queued(self._mender.queued)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaling policy."""

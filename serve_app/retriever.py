@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvcache.settings import Settings
 from serve_app.messages import RetrieveRequest, RetrieveResult
+from serve_app.metrics import IndexMetrics
 
 MAX_BATCH = 32
 """Questions embedded and searched in one go."""
@@ -39,6 +40,7 @@ class RetrieverDeployment:
         from retrieval.retriever import Retriever
 
         self._retriever = Retriever(settings, Embedder(settings))
+        self._metrics = IndexMetrics()
         self._list = functools.partial(list_corpora, settings.corpora_uri)
         for corpus in self._list():
             # Read now: a damaged corpus, or one of another tokenizer or embedding model, is refused at start.
@@ -67,6 +69,10 @@ class RetrieverDeployment:
     async def ready(self) -> None:
         """Return when corpora can be listed. Raises whatever the file system raises."""
         await asyncio.get_running_loop().run_in_executor(self._loaders, self._list)
+
+    async def check_health(self) -> None:
+        """Serve's health check."""
+        self._metrics.searched(self._retriever.generations())
 
     def __del__(self) -> None:
         if hasattr(self, "_retriever"):

@@ -16,11 +16,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.constants import SERVE_DEFAULT_APP_NAME
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import DeploymentStatus, ServeDeploySchema
 
 from kvcache.settings import Settings, load_settings
 from kvcache.store import MissReason
 from serve_app.app import AppArgs, build_app
+from serve_app.autoscaling import scale_together
 from serve_app.tuning import REPLICA_ENVIRONMENT
 from tests.cluster.manifests import KINDS, NetworkPolicy, RayCluster, RayService
 
@@ -91,6 +92,15 @@ def test_a_serve_config_is_one_that_ray_and_the_application_take(name: str) -> N
     there = deployments(call_user_app_builder_with_args_if_necessary(build_app, app.args))
     assert there == {"Ingress", "Retriever", "Repairer", "Engine"}
     assert {each.name for each in app.deployments} <= there
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "serve-gpu.yaml"])
+def test_what_is_commented_out_is_right_too(name: str) -> None:
+    text = (CLUSTER / name).read_text(encoding="utf-8")
+    (app,) = ServeDeploySchema.model_validate(yaml.safe_load(re.sub(r"# (autoscaling\w*:)", r"\1", text))).applications
+    assert app.autoscaling_policy is not None
+    assert app.autoscaling_policy["policy_function"] == f"{scale_together.__module__}:{scale_together.__name__}"
+    assert AppArgs(**app.args).serve.autoscaling.enabled
 
 
 def test_a_misspelt_argument_of_a_serve_config_is_refused() -> None:
@@ -235,6 +245,7 @@ def test_the_image_has_our_packages_and_versions_and_no_root() -> None:
     copied = {line.split()[1] for line in lines if line.startswith("COPY ")}
     packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
     assert packages <= copied
+    assert "examples" in copied  # the questions that `cachemend loadtest` asks when it is given none
     image = f"REGISTRY/cachemend:{project['project']['version']}"
     assert all(image in (KUBERAY / name).read_text(encoding="utf-8") for name in ("rayservice.yaml", "raycluster.yaml"))
 
@@ -246,6 +257,11 @@ def our_metrics() -> set[str]:
     names = {match.group(2): match.group(1) for match in found}
     suffixes = {"Counter": ("_total",), "Gauge": ("",), "Histogram": ("_bucket", "_count", "_sum")}
     return {f"ray_{name}{suffix}" for name, kind in names.items() for suffix in suffixes[kind]}
+
+
+def test_every_metric_is_on_the_board() -> None:
+    board = (CLUSTER / "grafana" / "cachemend.json").read_text(encoding="utf-8")
+    assert {name for name in our_metrics() if not re.search(r"_(sum|count)$", name) and name not in board} == set()
 
 
 @pytest.mark.parametrize("name", ["grafana/cachemend.json", "alerts.yaml"])
@@ -278,9 +294,11 @@ def test_boards_and_alerts_ask_for_the_applications_that_there_are(name: str) ->
 def test_no_series_at_all_raises_an_alert() -> None:
     (group,) = load(CLUSTER / "alerts.yaml")["groups"]
     (down,) = (rule["expr"] for rule in group["rules"] if rule["alert"] == "CacheMendDown")
-    asked, missing = down.split(" == 0 or ")
-    (series,) = re.findall(r"\((ray_serve_\w+{[^}]+})\)", asked)
+    asked, missing = down.split(f" <= {DeploymentStatus.UNHEALTHY.to_numeric()} or ")
+    (series,) = re.findall(r"\((ray_serve_deployment_status{[^}]+})\)", asked)
     assert missing == f"absent({series})"
+    bad = {status for status in DeploymentStatus if 0 < status.to_numeric() <= DeploymentStatus.UNHEALTHY.to_numeric()}
+    assert bad == {DeploymentStatus.UNHEALTHY, DeploymentStatus.DEPLOY_FAILED}
 
 
 def test_the_board_s_panels_do_not_overlap() -> None:

@@ -15,17 +15,20 @@ from repair.registry import REPAIRERS
 from serve_app.bounds import parse
 from serve_app.errors import ApiError, to_api_error
 from serve_app.schemas import ChatRequest
+from tests.repair.methods import checkpoint
 from tests.tiny import tiny_settings
 
-METHODS = tuple(name for name in REPAIRERS if name != "cacherepair")  # which needs a network
+METHODS = tuple(REPAIRERS)
 BOUNDS = {"max_ratio": 0.5, "max_window": 8}
 LAYERS = 3
 """Of the tiny target."""
 
 
 @pytest.fixture(scope="module")
-def settings(tiny: TargetLLM) -> Settings:
-    return tiny_settings(tiny.model.name_or_path, repair={"methods": METHODS, "selective": BOUNDS})
+def settings(tiny: TargetLLM, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    network = checkpoint(tiny, tmp_path_factory.mktemp("network"))
+    repair = {"methods": METHODS, "selective": BOUNDS, "cacherepair": network}
+    return tiny_settings(tiny.model.name_or_path, repair=repair)
 
 
 def ask(settings: Settings, method: str, params: dict[str, Any], question: str = "Who?") -> ChatRequest:
@@ -41,6 +44,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("epic", {"preset": "64", "window": 2}),
     ("infoflow", {"layers": [0, 2], "reorder": True}),
     ("relaxkv", {"preset": "g", "sinks": False}),
+    ("cacherepair", {"parts": "k", "keep_first": True}),
 ]
 
 
@@ -73,6 +77,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "preset a number": ("epic", {"preset": 8}, "no preset 8; choose one of '8'"),
     "preset a list": ("epic", {"preset": [8]}, "no preset [8]; choose one of '8'"),
     "another method's parameter": ("epic", {"ratio": 0.1}, "it takes preset, window"),
+    "parts unknown": ("cacherepair", {"parts": "q"}, "parts must be one of"),
+    "keep_first a number": ("cacherepair", {"keep_first": 1}, "keep_first must be true or false"),
+    "a parameter that CacheRepair has not": ("cacherepair", {"ratio": 0.1}, "takes parts and keep_first, not ratio"),
     "a method without parameters": ("stale", {"ratio": 0.1}, "takes no method_params, got ratio"),
 }
 

@@ -13,10 +13,12 @@ import httpx
 import pytest
 from ray import serve
 
+from kvcache.target import TargetLLM
 from repair.registry import REPAIRERS
 from serve_app.app import Parts, bind
 from serve_app.mocks import CHUNK_TOKENS, MockEngine, MockRetriever
 from serve_app.repairer import RepairerDeployment
+from tests.repair.methods import checkpoint
 from tests.serve_app.conftest import Service
 from tests.serve_app.test_methods import BAD, BOUNDS, GOOD, METHODS
 
@@ -24,11 +26,12 @@ GUIDED = {name for name in METHODS if REPAIRERS[name].needs_query}
 
 
 @pytest.fixture(scope="module")
-def repairing(service: Service) -> Iterator[Service]:
+def repairing(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One more application on the folder's Serve, in which every method mends real KV of the tiny target."""
     repair = service.settings.repair.model_copy(
         update={
             "methods": METHODS,
+            "cacherepair": checkpoint(TargetLLM.load(settings=service.settings), tmp_path_factory.mktemp("network")),
             "selective": type(service.settings.repair.selective)(**BOUNDS),
         }
     )

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 
 import numpy as np
 
-from serve_app.router import FETCH_COST, ContentMap
+from serve_app.router import FETCH_COST, ContentMap, nearest
 
 NAMES = ("a", "b", "c")
 
@@ -88,3 +88,13 @@ def test_host_tiers_together_hold_more_when_requests_go_by_content() -> None:
     # By load alone each tier holds the same third of the corpus; by content the three hold nearly all of it.
     alike, apart = hit_rate(by_content=False), hit_rate(by_content=True)
     assert alike < 0.75 and apart > 0.9, (alike, apart)
+
+
+def test_a_hand_off_goes_to_the_engine_beside_it_unless_requests_wait_there() -> None:
+    nodes = {"a": "one", "b": "one", "c": "two"}
+    for _ in range(20):
+        assert set(nearest({"a": 0, "b": 0, "c": 0}, nodes, "one")[:2]) == {"a", "b"}
+        assert nearest({"a": 3, "b": 2, "c": 2}, nodes, "one") == ["b", "c", "a"]
+        assert nearest({"a": 3, "b": 3, "c": 2}, nodes, "one")[0] == "c"
+    firsts = Counter(nearest(dict.fromkeys("abc", 0), dict.fromkeys("abc", "one"), "one")[0] for _ in range(300))
+    assert all(count > 50 for count in firsts.values()) and len(firsts) == 3
