@@ -249,8 +249,7 @@ class ServeSettings(Section):
     max_ongoing_requests: PositiveInt = 64
     """Requests one replica of each deployment works on at a time."""
     max_queued_requests: int = 256
-    """Requests the ingress queues before it answers 429. What is let in, these and `max_ongoing_requests`, should be as
-    much as the service answers in the time that a client may wait for its first token."""
+    """Requests the ingress queues before it answers 429; docs/autoscaling.md says how many make sense."""
     first_token_timeout_s: PositiveFloat = 120.0
     """Seconds until a request's first token; past it its work is stopped and the client gets 503."""
     shutdown_timeout_s: PositiveFloat = 300.0

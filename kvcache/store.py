@@ -41,8 +41,6 @@ _CHUNKS = "chunks"
 _SUFFIX = ".safetensors"
 _KEY = re.compile("[0-9a-f]{64}")
 _STALE_S = 600.0  # a writer is done, or dead, long before
-_NOT_SEEN = frozenset({MissReason.absent, MissReason.unreadable, MissReason.timeout})
-"""Reasons that say something about the reading and nothing about the object."""
 
 
 @dataclass(frozen=True)
@@ -294,12 +292,12 @@ class ChunkStore:
         return None
 
     def _delete_bad(self, found: BadObject) -> bool:
-        if found.reason in _NOT_SEEN:
+        if not found.reason.damaged:  # it says something about the reading, and nothing about the object
             return False
         # Looked at again: a service may have written it anew since it was found to be bad.
         size = self._objects.size(found.path)
         again = None if size is None else self._check(ObjectInfo(found.path, size, 0.0))
-        if again is None or again.reason in _NOT_SEEN:
+        if again is None or not again.reason.damaged:
             return False
         self._objects.delete(found.path)
         return True

@@ -162,7 +162,9 @@ def plan(
 def _arranged(group: TokenGroup, header: Chunk, variant: int, recipe: TrainingSettings) -> tuple[Chunk, ...]:
     found = arrange(group, header, recipe.seed, variant, recipe.max_tokens)
     if len(found) <= bool(header):  # found out now, not after hours of learning from headers
-        raise ValueError(f"group {group.name!r}: none of its chunks fits training.max_tokens ({recipe.max_tokens})")
+        raise ValueError(
+            f"group {group.name!r}: none of the chunks chosen fits training.max_tokens ({recipe.max_tokens})"
+        )
     return found
 
 

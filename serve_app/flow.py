@@ -174,8 +174,8 @@ class Flow:
     def _unused(self, mending: asyncio.Future[MendResult]) -> None:
         if not mending.cancelled() and mending.exception() is None:
             mended = mending.result()
-            self._metrics.mended(mended.hits, mended.misses)
             release(mended.handoff)
+            self._metrics.mended(mended.hits, mended.misses)
 
     async def _generate(self, answer: Answer, request: GenerateRequest) -> None:
         response = self._engine.generate.remote(request)

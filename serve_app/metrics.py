@@ -18,6 +18,7 @@ from serve_app.errors import unavailable
 
 HEALTH_CHECK_S = 5.0
 """Seconds between a replica's health checks. Gauges are set anew at each: Ray drops one that was not for some 20 s."""
+_DAMAGED = {str(reason) for reason in MissReason if reason.damaged}
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0]
 
 
@@ -47,7 +48,7 @@ class RequestMetrics:
         for reason, count in misses.items():
             if count:
                 self._misses.inc(count, {"reason": str(reason)})
-                if MissReason(reason).damaged:
+                if reason in _DAMAGED:
                     self._damaged.inc(count)
 
     def ended(self, method: str, status: int, stages: Mapping[str, float], fallback: str | None = None) -> None:

@@ -58,7 +58,8 @@ class RepairerDeployment:
             self._meter.given_up()
             raise
         self._measure(result)
-        result = replace(result, node=self._node)
+        if result.handoff is not None:
+            result = replace(result, node=self._node)
         log_request(
             "mended",
             request.request_id,

@@ -130,7 +130,8 @@ def loadtest(
         _measure(test)
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)
-        if test.blocks:  # before them there is nothing to keep, and what an earlier run wrote is worth more
+        # Before the first counted request there is nothing to keep, and what an earlier run wrote is worth more.
+        if any(row.phase == "counted" for row in test.rows):
             _write_partial(test, json_file, rows, chart, "Ctrl-C" if stopped else "an error")
         elif stopped:
             ui.say("stopped by Ctrl-C before anything was measured; no file was written")
@@ -228,6 +229,8 @@ def _write(test: LoadTest, json_file: Path | None, rows: Path | None, chart: Pat
         json_file.write_text(ui.to_json(report) + "\n", encoding="utf-8")
     if rows is not None:
         write_rows(test.rows, rows)
+    if test.plan.ramp and not test.samples:
+        ui.say("the service's /metrics do not tell its replicas (on a cluster the head node's do): none are drawn")
     if chart is not None and report["cells"]:
         (ramp_chart if test.plan.ramp else load_curves)(report, chart)
     _print(report["cells"])

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import httpx
 from pydantic import BaseModel, FiniteFloat, ValidationError
+
+END_S = 1.0
 
 
 class StreamError(Exception):
@@ -62,23 +66,18 @@ class Event(BaseModel):
     error: Failure | str | None = None
 
 
-async def read_events(response: httpx.Response) -> AsyncIterator[Event]:
+async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[Event]:
     """Events of a stream of server-sent events, up to its `[DONE]`.
-
-    What comes behind it, the end of the body, is read as well: httpx closes a connection that is left before, and the
-    next request would pay for a new one.
 
     Raises:
         StreamError: one that is none of ours, one that tells of a failure, or an end before `[DONE]`.
     """
-    done = False
-    async for line in response.aiter_lines():
-        if done or not line.startswith("data:"):
+    async for line in lines:
+        if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
-            done = True
-            continue
+            return
         try:
             event = Event.model_validate_json(data)
         except ValidationError as error:
@@ -90,5 +89,15 @@ async def read_events(response: httpx.Response) -> AsyncIterator[Event]:
         if event.error:
             raise StreamError(f"failed in stream {event.error.code or ''}".rstrip(), event.error.message)
         yield event
-    if not done:
-        raise StreamError("broken stream", "the stream ended before the answer was whole")
+    raise StreamError("broken stream", "the stream ended before the answer was whole")
+
+
+async def read_end(lines: AsyncIterator[str]) -> None:
+    """Read what comes behind `[DONE]`, the end of the body, if it comes soon.
+
+    httpx closes a connection that is left before it, and the next request would pay for a new one.
+    """
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(END_S):
+            async for _ in lines:
+                pass

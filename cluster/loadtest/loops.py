@@ -166,7 +166,7 @@ async def _all(jobs: Sequence[Coroutine[None, None, None]]) -> None:
             for job in jobs:
                 group.create_task(job)
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the others are of the same kind, and a group's own text says nothing
+        raise errors.exceptions[0] from None  # one says more than the group's own text
 
 
 def blocks_of(requests: int, load: Load) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import httpx
 
-from cluster.loadtest.events import StreamError, read_events
+from cluster.loadtest.events import StreamError, read_end, read_events
 from cluster.loadtest.rows import Row
 from pipelines.qa.metrics import f1
 
@@ -17,6 +17,7 @@ READ_TIMEOUT_S = 300.0
 GONE_WAIT_S = 0.2
 """A client whose service is gone waits this long before it tries again: it must not spin."""
 LONGEST_WAIT_S = 60.0
+KEEP_ALIVE_S = 60.0
 _PATH = "/v1/chat/completions"
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -36,7 +37,9 @@ class Sender:
             base_url=self.url,
             trust_env=False,  # a proxy on the way would be measured too
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=httpx.Limits(
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEP_ALIVE_S
+            ),
         )
 
     async def __aenter__(self) -> Self:
@@ -76,7 +79,7 @@ class Sender:
         except httpx.HTTPError as error:
             row.error, row.message = "broken connection", f"{type(error).__name__} {error}".rstrip()
             row.wait_s = GONE_WAIT_S
-        row.end_s = self.now()
+        row.end_s = row.end_s or self.now()
         if row.error is None:
             row.first_token_s = row.token_s[0] if row.token_s else row.end_s
             row.f1 = f1(row.answer, golds) if golds else None
@@ -86,8 +89,8 @@ class Sender:
         if "text/event-stream" not in response.headers.get("content-type", ""):
             kind = response.headers.get("content-type", "nothing")
             raise StreamError("not a stream", f"{self.url}{_PATH} answered {kind}, not server-sent events")
-        pieces = []
-        async for event in read_events(response):
+        pieces, lines = [], response.aiter_lines()
+        async for event in read_events(lines):
             for choice in event.choices or ():
                 if choice.delta and choice.delta.content:
                     row.token_s.append(self.now())
@@ -99,7 +102,8 @@ class Sender:
                 row.cached_tokens = (details and details.cached_tokens) or 0
             row.stages_ms.update(event.stages_ms or {})
             row.fallback = (event.rag and event.rag.fallback) or row.fallback
-        row.answer = "".join(pieces)
+        row.answer, row.end_s = "".join(pieces), self.now()
+        await read_end(lines)
 
     async def text(self, path: str) -> str | None:
         """Text of another page of the service; None where there is none."""

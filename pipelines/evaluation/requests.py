@@ -19,9 +19,6 @@ from pipelines.qa.inputs import capped, fixed_chunks, recut
 from pipelines.qa.scoring import gold_ids
 
 ANSWER_TOKENS = 32
-"""Longest answer that a method is let to give; the published evaluation's."""
-
-ANSWER_TOKENS = 32
 """Longest greedy answer, as in the published evaluation."""
 
 

@@ -72,7 +72,7 @@ def read_groups(
         elif isinstance(row, dict) and isinstance(row.get("passages"), list):
             for name in row["passages"]:
                 if not isinstance(name, int | str):
-                    raise GroupError(path, line, f"a passage id is a number or a string, not {name!r}")
+                    raise GroupError(path, line, f"a passage id is a whole number or a string, not {name!r}")
                 if name not in texts:
                     where = f"is not in {passages}" if passages else "is named, and no passages file was given"
                     raise GroupError(path, line, f"passage {name!r} {where}")
@@ -151,7 +151,7 @@ def _read_passages(path: Path) -> dict[Any, str]:
             raise GroupError(path, line, 'not {"id": ..., "text": ...}')
         name = row["id"]
         if not isinstance(name, int | str):
-            raise GroupError(path, line, f"a passage id is a number or a string, not {name!r}")
+            raise GroupError(path, line, f"a passage id is a whole number or a string, not {name!r}")
         if texts.get(name, row["text"]) != row["text"]:
             raise GroupError(path, line, f"passage {name!r} was there before, with another text")
         texts[name] = row["text"]

@@ -113,7 +113,7 @@ class QueueingServer:
     def running(self) -> Iterator[QueueingServer]:
         """Serve from a thread."""
         self._free = asyncio.Semaphore(self.slots)
-        server = uvicorn.Server(uvicorn.Config(self, port=0, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(self, port=0, log_level="error", lifespan="off", timeout_keep_alive=60))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

@@ -22,7 +22,7 @@ def test_a_prefix_mended_on_one_node_is_loaded_on_another(tmp_path: Path) -> Non
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert len(set(found["nodes"])) == 2
+    assert len(set(found["nodes"])) == 2 and found["mended_on"] == found["nodes"][0]
     assert found["kind"] == "ray"
     assert found["rows"] == sum(map(len, REQUEST.chunks))
     assert found["got"] == found["wanted"]

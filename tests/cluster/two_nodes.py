@@ -93,6 +93,7 @@ def main(folder: Path) -> None:
         found = {
             "nodes": ray.get([repairer.node.remote(), reader.node.remote()]),
             "kind": result.handoff["kind"],
+            "mended_on": result.node,
             "rows": result.rows,
             "wanted": wanted,
             "got": ray.get(reader.load.remote(result.handoff)),

@@ -19,6 +19,7 @@ from cachemend.service import running_service
 from kvcache.chunk import chunk_key
 from kvcache.settings import Settings, load_settings
 from kvcache.target import TargetLLM
+from repair.registry import offered
 from retrieval.corpus import Corpus
 from tests.engine.prompts import stale_reference
 from tests.processes import assert_gone, family_of, title
@@ -102,11 +103,11 @@ def test_damaged_chunks_are_made_good(client, chunks, target, settings):
     assert paths[0].exists(), "the computed chunk was not stored again"
 
 
-def test_questions_find_their_passages(client):
+def test_questions_find_their_passages(client, settings):
     found = 0
     questions = demo.read_questions()
     for question in questions[:8]:
-        for method in ("full", "stale", "cacherepair"):
+        for method in offered(settings):
             answer = chat(client, question.question, method, top_k=5)
             assert answer.rag["method"] == method and answer.rag.get("fallback") is None
             cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -166,12 +167,13 @@ def _session() -> str:
 
 
 def test_what_the_replicas_themselves_measure_is_scraped(client):
-    """Gauges are told at health checks alone: each is there, however long ago the last request was."""
+    """The first two gauges are told at health checks alone. After the chunks of the first test have been damaged."""
     wanted = (
         "ray_rag_repair_queue{",
         "ray_rag_index_generation{",
-        "ray_rag_requests_in_flight{",
         f'corpus="{demo.CORPUS}"',
+        "ray_rag_requests_in_flight{",
+        "ray_rag_checksum_failures_total{",
     )
     base, text, deadline = str(client.base_url).removesuffix("/v1/"), "", time.monotonic() + 60
     while time.monotonic() < deadline and not all(word in text for word in wanted):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -131,6 +132,8 @@ def test_another_network_is_measured_anew(settings, song, measured, network, mod
     weights[-1] ^= 0x01  # the last float's sign or exponent stays
     weights[-2] ^= 0x01
     (copy / "model.safetensors").write_bytes(weights)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "weights_sha256": hashlib.sha256(weights).hexdigest()}))
     measured.clear()
     evaluate(f"cacherepair@{network},cacherepair@{copy}", [song], settings, tmp_path, limit=1)
     assert measured == [("song0", "cacherepair")]

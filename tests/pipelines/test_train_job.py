@@ -95,7 +95,9 @@ def test_an_example_without_a_chunk_is_found_out_before_training(directory: str,
     ).header_ids()
     for has_header, room in ((False, 4), (True, len(header) + 4)):
         what = settings(directory, folder, header_chunk=has_header, max_tokens=room)
-        with pytest.raises(ValueError, match=rf"group .* none of its chunks fits training.max_tokens \({room}\)"):
+        with pytest.raises(
+            ValueError, match=rf"group .* none of the chunks chosen fits training.max_tokens \({room}\)"
+        ):
             job.plan(groups, None, "S", UPDATES, folder / "none", what)
 
 

@@ -52,7 +52,7 @@ def test_token_ids_and_passages(tmp_path: Path) -> None:
         ({"chunks": [[True]]}, "chunk 0 is not a list of token ids"),
         ({"chunks": ["text"]}, "chunk 0 is not a list of token ids"),
         ({"passages": [1, 99]}, r"passage 99 is not in .*p\.jsonl"),
-        ({"passages": [[1]]}, "a passage id is a number or a string"),
+        ({"passages": [[1]]}, "a passage id is a whole number or a string"),
         ({"passages": []}, "the group has no tokens"),
     ],
 )
@@ -70,7 +70,7 @@ def test_bad_passages_are_named(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="no passages file was given"):
         read(write(tmp_path / "g.jsonl", {"passages": [1]}))
     listed = write(tmp_path / "p.jsonl", {"id": 1, "text": "one"}, {"id": [1], "text": "two"})
-    with pytest.raises(GroupError, match=r"p\.jsonl, line 2: a passage id is a number or a string"):
+    with pytest.raises(GroupError, match=r"p\.jsonl, line 2: a passage id is a whole number or a string"):
         read(write(tmp_path / "g.jsonl", {"passages": [1]}), listed)
     twice = write(tmp_path / "p.jsonl", {"id": 1, "text": "one"}, {"id": 1, "text": "one"}, {"id": 1, "text": "two"})
     with pytest.raises(GroupError, match=r"p\.jsonl, line 3: passage 1 was there before"):

@@ -15,7 +15,7 @@ from kvcache.prompt import PromptTemplate, plain_ids
 from kvcache.settings import load_settings
 from pipelines.training.pairs import joint_kv
 from repair import load_repairer
-from repair.cacherepair import SHIPPED, shipped
+from repair.cacherepair import SHIPPED, network_at_hand, shipped
 from repair.checkpoint_config import read_config
 
 WEIGHTS = Path(__file__).parents[2] / "repair" / "weights"
@@ -31,6 +31,8 @@ def test_they_fit_into_a_repository_and_each_has_a_card() -> None:
 @pytest.mark.real
 def test_the_default_mends_the_default_target() -> None:
     settings = load_settings()
+    if not network_at_hand(settings):
+        pytest.skip("the hub's copy of the default model is another than the one that the shipped network knows")
     target = TargetLLM.load(settings=settings)
     network = load_repairer(shipped(settings.target.model), target)
     lines = (EXAMPLES / "passages.jsonl").read_text(encoding="utf-8").splitlines()

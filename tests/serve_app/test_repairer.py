@@ -25,7 +25,7 @@ async def test_what_falls_back_or_fails_is_no_service(tmp_path: Path, monkeypatc
     small = tiny_settings(tiny_model_dir(tmp_path), root=str(tmp_path / "data"), handoff=handoff)
     repairer = RepairerDeployment(small)
     result = await repairer.mend(MendRequest("a", "stale", CHUNKS, (1, 2)))
-    assert (result.fallback, result.node) == ("handoff_too_large", "here")
+    assert (result.fallback, result.node) == ("handoff_too_large", "")
     with pytest.raises(UnknownMethodError):
         await repairer.mend(MendRequest("b", "magic", CHUNKS, (1, 2)))
     told = repairer.record_autoscaling_stats()

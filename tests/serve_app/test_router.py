@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
-from serve_app.router import FETCH_COST, ContentMap, nearest
+from engine.types import GenerateRequest
+from serve_app.router import FETCH_COST, ContentMap, NearRouter, nearest
 
 NAMES = ("a", "b", "c")
 
@@ -94,7 +97,39 @@ def test_a_hand_off_goes_to_the_engine_beside_it_unless_requests_wait_there() ->
     nodes = {"a": "one", "b": "one", "c": "two"}
     for _ in range(20):
         assert set(nearest({"a": 0, "b": 0, "c": 0}, nodes, "one")[:2]) == {"a", "b"}
-        assert nearest({"a": 3, "b": 2, "c": 2}, nodes, "one") == ["b", "c", "a"]
-        assert nearest({"a": 3, "b": 3, "c": 2}, nodes, "one")[0] == "c"
+        assert nearest({"a": 4, "b": 2, "c": 1}, nodes, "one") == ["b", "c", "a"]
+        assert nearest({"a": 4, "b": 4, "c": 1}, nodes, "one")[0] == "c"
     firsts = Counter(nearest(dict.fromkeys("abc", 0), dict.fromkeys("abc", "one"), "one")[0] for _ in range(300))
     assert all(count > 50 for count in firsts.values()) and len(firsts) == 3
+
+
+class Id(NamedTuple):
+    """Of a replica, as far as a router looks at it."""
+
+    unique_id: str
+
+
+class Placed(NearRouter):
+    """Without Ray's connections: engines, and how much each has to do."""
+
+    def __init__(self, loads: dict[str, int]) -> None:
+        self._loads = {Id(name): load for name, load in loads.items()}
+
+    @property
+    def replica_queue_len_cache(self) -> dict[Id, int]:
+        return self._loads
+
+    def replicas(self, nodes: dict[str, str]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(replica_id=one, node_id=nodes[one.unique_id]) for one in self._loads]
+
+
+async def test_the_engine_s_router_reads_the_node_from_the_request() -> None:
+    router = Placed({"a": 1, "b": 1})
+    candidates = router.replicas({"a": "one", "b": "two"})
+    for node, first in (("one", "a"), ("two", "b")):
+        work = GenerateRequest("r", (1,), {"kind": "ray"}, {}, node)
+        pending = SimpleNamespace(args=[work], routing_context=SimpleNamespace(should_backoff=False))
+        ranks = await router.choose_replicas(candidates, pending)
+        assert [one.replica_id.unique_id for one in ranks[0]] == [first] and len(ranks) == 2
+    pending.args = [GenerateRequest("r", (1,), None, {})]
+    assert [len(rank) for rank in await router.choose_replicas(candidates, pending)] == [2]
