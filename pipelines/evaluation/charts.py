@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from pipelines.evaluation.kv_error import DISTANCES, POSITION_BIN
 from pipelines.evaluation.summary import REFERENCE
+from pipelines.training.validation import REGIONS
 
 _PANELS = (
     ("f1", "F1 of the answer"),
@@ -18,6 +20,12 @@ _PANELS = (
     ("kl_to_full", "KL(full || method), nats"),
 )
 _DPI = 150
+_PLACES = (
+    ("by_position", "tokens from the prefix's beginning", lambda bins: [f"{n * POSITION_BIN}" for n in range(bins)]),
+    ("by_distance", "tokens from the own chunk's beginning", lambda bins: [f"{n}" for n in DISTANCES[:bins]]),
+    ("by_region", "region", lambda bins: list(REGIONS[:bins])),
+)
+"""Where a KV error is told beside layer and head: its key, what it is, and the names of its bins."""
 
 
 def quality_latency(summary: Mapping[str, Any], title: str, path: Path) -> None:
@@ -93,9 +101,11 @@ def sensitivity(sweeps: Sequence[Mapping[str, Any]], title: str, path: Path) -> 
 
 
 def kv_error_maps(summary: Mapping[str, Any], title: str, path: Path) -> bool:
-    """Write heat maps of the relative RMS error of K and V, layer x head, a row of panels per method, as PNG.
+    """Write heat maps of the relative RMS error of K and V as PNG.
 
-    Methods without error (full) or without the chunks' own rows are left out.
+    A row of panels per method is layer x head; three rows below them are method x position in the prefix, method x
+    distance from the beginning of the own chunk, and method x region. Methods without error (full) or without the
+    chunks' own rows are left out.
 
     Args:
         summary, title, path: as for `quality_latency`.
@@ -103,23 +113,40 @@ def kv_error_maps(summary: Mapping[str, Any], title: str, path: Path) -> bool:
     Returns:
         False when no method is left; then nothing is written.
     """
-    maps = {
-        label: [np.array(one["kv_error"][name]["by_layer_head"], dtype=float) for name in ("k", "v")]
+    errors = {
+        label: one["kv_error"]
         for label, one in summary["methods"].items()
         if label != REFERENCE and one["kv_error"] is not None
     }
-    if not maps:
+    if not errors:
         return False
-    figure = Figure(figsize=(9, 1.2 + 2.0 * len(maps)), layout="constrained")
-    panels = figure.subplots(len(maps), 2, squeeze=False)
-    for column, name in enumerate(("K", "V")):
-        top = max(float(np.nanmax(pair[column])) for pair in maps.values())
-        for row, (label, pair) in enumerate(maps.items()):
-            axes = panels[row, column]
-            image = axes.imshow(pair[column].T, aspect="auto", vmin=0, vmax=top, cmap="magma", origin="lower")
-            axes.set_title(f"{label}: {name}", fontsize=8)
-            axes.set(xlabel="layer", ylabel="KV head", yticks=range(pair[column].shape[1]))
-        figure.colorbar(image, ax=list(panels[:, column]), label="relative RMS error")
+    count = len(errors)
+    figure = Figure(figsize=(9, 1.2 + 2.0 * count + len(_PLACES) * (1.0 + 0.25 * count)), layout="constrained")
+    heights = [2.0] * count + [1.0 + 0.25 * count] * len(_PLACES)
+    panels = figure.subplots(count + len(_PLACES), 2, squeeze=False, height_ratios=heights)
+    for column, name in enumerate(("k", "v")):
+        maps = [np.array(error[name]["by_layer_head"], dtype=float).T for error in errors.values()]
+        top = max(float(np.nanmax(each)) for each in maps)
+        for axes, label, each in zip(panels[:count, column], errors, maps, strict=True):
+            image = axes.imshow(each, aspect="auto", vmin=0, vmax=top, cmap="magma", origin="lower")
+            axes.set_title(f"{label}: {name.upper()}", fontsize=8)
+            axes.set(xlabel="layer", ylabel="KV head", yticks=range(len(each)))
+        figure.colorbar(image, ax=list(panels[:count, column]), label="relative RMS error")
+        for axes, (key, place, ticks) in zip(panels[count:, column], _PLACES, strict=True):
+            each = _by_place([error[name][key] for error in errors.values()])
+            image = axes.imshow(each, aspect="auto", vmin=0, cmap="magma")
+            axes.set_title(f"{name.upper()} by {place}", fontsize=8)
+            names = ticks(each.shape[1])
+            axes.set_xticks(range(len(names)), names, fontsize=6)
+            axes.set_yticks(range(count), errors if column == 0 else [""] * count, fontsize=6)
+            figure.colorbar(image, ax=axes)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=_DPI, format="png")
     return True
+
+
+def _by_place(rows: Sequence[Mapping[str, float | None] | Sequence[float | None]]) -> np.ndarray:
+    """A line per method; NaN where a bin has no tokens."""
+    lines = [list(row.values()) if isinstance(row, Mapping) else list(row) for row in rows]
+    longest = max(map(len, lines))
+    return np.array([line + [None] * (longest - len(line)) for line in lines], dtype=float)

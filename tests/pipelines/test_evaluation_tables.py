@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pipelines.evaluation.bootstrap import paired_difference
+from pipelines.evaluation.charts import kv_error_maps
 from pipelines.evaluation.kv_error import add, normalised_mse, relative_rms, square_sums
 from pipelines.evaluation.summary import MEANS, half_budget, summarise
 from pipelines.training.statistics import Statistics
@@ -150,3 +152,23 @@ def test_the_summary_of_made_up_rows() -> None:
     assert intervals["f1"]["to_full"] == {"difference": 1.0, "low": 1.0, "high": 1.0, "requests": 4}
     assert intervals["ttft_ms"]["to_stale"]["difference"] == -1.5
     assert "k_rmse" not in intervals
+
+
+def test_errors_are_drawn_by_layer_and_head_position_distance_and_region(tmp_path: Path) -> None:
+    part = {
+        "by_layer_head": [[0.1, 0.2], [0.3, None]],
+        "by_position": [0.1, 0.2],
+        "by_distance": [0.3] * 5 + [None] * 4,
+        "by_region": {"first": None, "boundary": 0.4, "interior": 0.2, "all": 0.3},
+    }
+    longer = {**part, "by_position": [0.1, 0.2, 0.3]}
+    methods = {
+        "full": {"kv_error": {"k": part, "v": part}},
+        "stale": {"kv_error": {"k": part, "v": part}},
+        "epic": {"kv_error": {"k": longer, "v": longer}},
+        "infoflow": {"kv_error": None},
+    }
+    assert kv_error_maps({"methods": methods}, "title", tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+    assert not kv_error_maps({"methods": {"full": methods["full"]}}, "title", tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
