@@ -29,6 +29,7 @@ _NAMES = {
     "mend_ms.p50": "mend p50, ms",
     "first_token_ms.p50": "first token p50, ms",
 }
+_CAPTION = "* seen by the fit; ± what chance alone does with so many requests (one standard deviation, %)"
 
 
 def plan(
@@ -150,7 +151,7 @@ def _print(question: Question, found: Study) -> None:
 
 
 def _fit_table(predictions: Sequence[Prediction]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption="* seen by the fit", caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_CAPTION, caption_justify="left")
     concurrencies = sorted({one.concurrency for one in predictions})
     table.add_column("", no_wrap=True)
     for clients in concurrencies:
@@ -164,7 +165,7 @@ def _fit_table(predictions: Sequence[Prediction]) -> Table:
 
 
 def _modelled(one: Prediction) -> str:
-    return f"{one.predicted:,.4g} ({one.error:+.0%}){'*' if one.fitted else ''}"
+    return f"{one.predicted:,.4g} ({one.error:+.0%} ±{one.spread * 100:.0f}){'*' if one.fitted else ''}"
 
 
 def _bytes(count: float) -> str:

@@ -56,6 +56,8 @@ class Prediction:
         measured: requests per second or milliseconds.
         predicted: in the same unit.
         fitted: whether the fit saw it.
+        spread: standard deviation of the simulated number between runs, relative: what chance alone makes of it with
+            so many requests. An error within it says nothing about the model.
     """
 
     method: str
@@ -64,6 +66,7 @@ class Prediction:
     measured: float
     predicted: float
     fitted: bool
+    spread: float = 0.0
 
     @property
     def error(self) -> float:
@@ -106,7 +109,13 @@ def predict(
     for seed in range(runs):
         for one in _compare(test, cells, installation, stages, seed, fitted_at):
             same.setdefault((one.method, one.concurrency, one.name), []).append(one)
-    return [replace(each[0], predicted=float(np.mean([one.predicted for one in each]))) for each in same.values()]
+    return [_over_runs(each) for each in same.values()]
+
+
+def _over_runs(runs: Sequence[Prediction]) -> Prediction:
+    predicted = [one.predicted for one in runs]
+    spread = float(np.std(predicted, ddof=1) / np.mean(predicted)) if len(runs) > 1 else 0.0
+    return replace(runs[0], predicted=float(np.mean(predicted)), spread=spread)
 
 
 def guess_stages(test: LoadTest, installation: Installation) -> Stages:

@@ -175,6 +175,14 @@ def test_a_cell_measured_while_the_machine_was_slow_is_compared_with_a_slow_one(
     assert found[1][0].measured == slow.cells[0].throughput_rps
 
 
+def test_chance_moves_a_number_less_the_more_requests_stand_behind_it() -> None:
+    cells = with_stages(published.PRIOR, MEASURED, (2,)).cells
+    tests = [LoadTest(cells=[cell.model_copy(update={"requests": count}) for cell in cells]) for count in (16, 1024)]
+    few, many = (predict(test, MEASURED, published.PRIOR, 2) for test in tests)
+    spreads = [np.mean([one.spread for one in found if one.name == "ttft_ms.p95"]) for found in (few, many)]
+    assert 0 < spreads[1] < spreads[0] / 3  # by the root of 64, give or take
+
+
 def test_open_loops_steps_of_a_ramp_and_cells_without_an_answer_are_left_aside(tmp_path: Path) -> None:
     path = tmp_path / "test.json"
     cells = [
