@@ -22,15 +22,25 @@ def engines() -> list[psutil.Process]:
     return [process for process in family_of() if alive(process) and "VLLM::" in title(process)]
 
 
+def started_by_actors() -> list[psutil.Process]:
+    """What the actors of a Ray Data job below this process have started: vLLM's processes, from their first moment.
+
+    Told by their parents: vLLM names its own only once it has been imported, a few seconds before a short job ends.
+    """
+    family = family_of()
+    actors = {process.pid for process in family if title(process).startswith("ray::MapWorker")}
+    return [process for process in family if alive(process) and _parent(process) in actors]
+
+
 @contextmanager
-def watched_engines() -> Iterator[set[psutil.Process]]:
-    """Those that run at any time during this; a job ends them before it says that it is done."""
+def watched_actors() -> Iterator[set[psutil.Process]]:
+    """What they start at any time during this; a job ends it before it says that it is done."""
     seen: set[psutil.Process] = set()
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.5):
-            seen.update(engines())
+        while not done.wait(0.2):
+            seen.update(started_by_actors())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -54,6 +64,13 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def assert_gone(processes: Iterable[psutil.Process], within_s: float) -> None:

@@ -30,7 +30,7 @@ from repair.registry import UnknownMethodError
 from retrieval.errors import UnknownCorpusError
 from retrieval.retriever import Retriever
 from tests.pipelines.inputs import write_jsonl
-from tests.processes import assert_gone, watched_engines
+from tests.processes import assert_gone, watched_actors
 from tests.retrieval.fakes import HashingEmbedder
 from tests.tiny import tiny_model_dir, tiny_settings
 
@@ -94,7 +94,7 @@ def run(
     before._work.results.add([KEPT])
     plan = job.plan(dataset, METHODS, output, settings, max_tokens=MAX_TOKENS, concurrency=2)
     told: list[tuple[str, int, int | None]] = []
-    with watched_engines() as seen:
+    with watched_actors() as seen:
         report = job.answer(plan, settings, lambda *what: told.append(what))
     return plan, report, told, seen
 
